@@ -1,0 +1,143 @@
+"""How the tokens of one request are chosen and when they end. No torch: shared by clients, servers and engines."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+IGNORE_EOS = -1
+"""`termination_id` that lets no token of the vocabulary end a request."""
+
+
+class InvalidSamplingParamsError(ValueError):
+    """A sampling parameter is out of range. `field` names it, the message carries value, range and remedy."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(f"sampling parameter {field}={value!r} is invalid: use {allowed}")
+        self.field = field
+
+
+@dataclass(eq=True)
+class SamplingParams:
+    """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
+
+    Filters compose: temperature first, then top-k, then top-p; 0 switches a filter off.
+
+    temperature:           divides the logits; 0 means greedy.
+    top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
+    top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
+    num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
+    num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
+    min_tokens:            tokens generated before an end-of-sequence token or stop may end the request.
+    termination_id:        the token that ends the request; None means the model's own, -1 means none.
+    stop_token_ids:        further tokens that end the request (kept out of the answer's text).
+    stop_words:            texts that end the request.
+    detokenize_stop_sequence: keep the matched stop text in the answer.
+    seed:                  64-bit seed; None lets the originator of the request mint one.
+    return_log_probs:      log-probability of each generated token, from unmodified logits.
+    top_n_logprobs:        log-probabilities of the n likeliest tokens at each position.
+    skip_prompt_log_probs: no log-probabilities for prompt tokens.
+    return_prompt_tokens:  the reply carries the prompt's tokens.
+    return_segments:       the reply carries the text of each token.
+    add_BOS:               put the begin-of-sequence token before a string prompt.
+    streaming:             send partial replies.
+    streaming_interval:    fewest unsent tokens that make a partial reply.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    num_tokens_to_generate: int | None = None
+    num_tokens_total: int | None = None
+    min_tokens: int = 0
+    termination_id: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_words: list[str] | None = None
+    detokenize_stop_sequence: bool = False
+    seed: int | None = None
+    return_log_probs: bool = False
+    top_n_logprobs: int = 0
+    skip_prompt_log_probs: bool = True
+    return_prompt_tokens: bool = False
+    return_segments: bool = False
+    add_BOS: bool = False
+    streaming: bool = False
+    streaming_interval: int = 1
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise InvalidSamplingParamsError for the first field that is out of range."""
+        for name, allowed, is_valid in _RULES:
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidSamplingParamsError(name, value, allowed)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise InvalidSamplingParamsError(
+                "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
+            )
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    def add_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes, known or not; unknown ones survive serialize() and deserialize()."""
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        self.validate()
+
+    def serialize(self) -> dict[str, Any]:
+        """Every attribute, as msgpack-ready values."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> Self:
+        known = {field.name for field in fields(cls)}
+        params = cls(**{name: value for name, value in data.items() if name in known})
+        params.add_attributes({name: value for name, value in data.items() if name not in known})
+        return params
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _optional_int_at_least(low: int) -> Any:
+    return lambda value: value is None or (_is_int(value) and value >= low)
+
+
+def _list_of(kind: type) -> Any:
+    return lambda value: value is None or (
+        isinstance(value, list | tuple) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+    )
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+_RULES: tuple[tuple[str, str, Any], ...] = (
+    ("temperature", "a finite number >= 0", lambda v: _is_number(v) and v >= 0),
+    ("top_k", "an integer >= 0 (0 switches it off)", lambda v: _is_int(v) and v >= 0),
+    ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", lambda v: _is_number(v) and 0 <= v <= 1),
+    ("num_tokens_to_generate", "an integer >= 1, or None", _optional_int_at_least(1)),
+    ("num_tokens_total", "an integer >= 1, or None", _optional_int_at_least(1)),
+    ("min_tokens", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
+    ("termination_id", "a token id, -1 for none, or None for the model's own", _optional_int_at_least(-1)),
+    ("stop_token_ids", "a list of token ids, or None", _list_of(int)),
+    ("stop_words", "a list of strings, or None", _list_of(str)),
+    ("detokenize_stop_sequence", "true or false", _flag),
+    ("seed", "an integer from 0 to 2**64 - 1, or None", lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 64)),
+    ("return_log_probs", "true or false", _flag),
+    ("top_n_logprobs", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
+    ("streaming", "true or false", _flag),
+    ("streaming_interval", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
+)
