@@ -1,0 +1,81 @@
+"""A ZeroMQ socket on an asyncio event loop, through its file descriptor: no polling, no wrapper task per message."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+
+import zmq
+
+logger = logging.getLogger(__name__)
+
+DRAIN_BUDGET = 256
+"""Messages handled in one turn of the loop; then other callbacks get theirs."""
+
+
+class EventSocket:
+    """Calls `on_message(frames)` for each message received; sends without blocking.
+
+    The descriptor of a ZeroMQ socket is edge-triggered: it must be drained until EAGAIN after every wake-up *and*
+    after every send, which may swallow the edge. An exception in the handler is logged and counted, never raised
+    into the loop.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+        self.socket = socket
+        self.handler_errors = 0
+        self._on_message = on_message
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._drain_scheduled = False
+
+    def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
+        self._loop = loop or asyncio.get_running_loop()
+        self._loop.add_reader(self._descriptor(), self._drain)
+        self._schedule_drain()
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Idempotent."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._descriptor())
+            self._loop = None
+        if not self.socket.closed:
+            self.socket.close(linger=linger_ms)
+
+    def send(self, frames: Sequence[bytes]) -> bool:
+        """Hand `frames` to the socket. False if its buffer is full.
+
+        Raises:
+            zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer is gone.
+        """
+        try:
+            self.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        except zmq.Again:
+            return False
+        finally:
+            self._schedule_drain()
+        return True
+
+    def _descriptor(self) -> int:
+        return int(self.socket.getsockopt(zmq.FD))
+
+    def _schedule_drain(self) -> None:
+        if not self._drain_scheduled and self._loop is not None:
+            self._drain_scheduled = True
+            self._loop.call_soon(self._drain)
+
+    def _drain(self) -> None:
+        self._drain_scheduled = False
+        for _ in range(DRAIN_BUDGET):
+            if self._loop is None:
+                return
+            try:
+                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                self._on_message(frames)
+            except Exception:
+                self.handler_errors += 1
+                logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
+        self._schedule_drain()

@@ -1,0 +1,79 @@
+"""Message headers: the integer that comes first in every message.
+
+0..99 are Megatron-Core's; 100 and above are this runtime's extensions.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+PROTOCOL_VERSION = 1
+"""Raised when a peer of the release before could not understand us; HELLO carries it."""
+
+
+class Header(IntEnum):
+    CONNECT = 0
+    CONNECT_ACK = 1
+    SUBMIT_REQUEST = 20
+    ENGINE_REPLY = 21
+    ENGINE_REPLY_PARTIAL = 22
+    ABORT_REQUEST = 23
+    PAUSE = 40
+    UNPAUSE = 41
+    SUSPEND = 42
+    RESUME = 43
+    SET_GENERATION_EPOCH = 44
+    STOP = 45
+    DISCONNECT = 60
+    SHUTDOWN = 61
+    TP_BROADCAST = 80
+
+    HELLO = 100
+    HELLO_ACK = 101
+    HEARTBEAT = 102
+    CONTROL_ACK = 103
+    CONTROL_COMMIT = 104
+    STATUS = 105
+    STATUS_REPLY = 106
+    ERROR = 107
+    EVICTED_BLOCKS = 108
+    UPDATE_WEIGHTS = 109
+    DRAIN = 110
+    DISPATCH = 111
+    PARTIAL = 112
+    FINAL = 113
+    SUBMIT = 114
+
+
+SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
+"""Control messages that move the state machine and carry no argument of their own."""
+
+CONTROLS = SIGNALS | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.DRAIN}
+"""All control messages: answered by one CONTROL_ACK per operation id."""
+
+
+class Role(IntEnum):
+    """What a peer may do. In the three-port mode the port it connected to decides."""
+
+    CLIENT = 0
+    ENGINE = 1
+    ADMIN = 2
+
+
+class ErrorCode(IntEnum):
+    """Codes of ERROR and of a refused CONTROL_ACK. 4xx and 5xx read as in HTTP; below 100 concerns the connection."""
+
+    UNKNOWN_PEER = 1  # say HELLO (again): this coordinator does not know the connection
+    MALFORMED = 2  # the frame could not be read
+    WRONG_ROLE = 3  # the port or the registration does not allow this message
+    VERSION = 4  # the protocol versions have nothing in common
+    INVALID_REQUEST = 400
+    TOO_LARGE = 413
+    ILLEGAL_SIGNAL = 409  # not legal in the state named in the message
+    STALE_FENCE = 412  # a higher fence has been seen
+    IN_PROGRESS = 423  # another operation is under way
+    QUEUE_FULL = 429
+    ENGINE_FAILED = 500
+    UNAVAILABLE = 503  # paused with Reject, or stopped
+    DEADLINE = 504
+    ENGINES_MISSING = 424  # fewer engines are registered than the sender expects
