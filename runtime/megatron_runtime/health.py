@@ -1,0 +1,114 @@
+"""Probes and metrics over plain HTTP for processes that have no web framework: the coordinator and the engine.
+
+    GET /livez    200 while the process can make progress, else 503 with the reason
+    GET /readyz   200 when nothing is missing, else 503 naming each missing thing
+    GET /metrics  the Prometheus registry
+
+It runs on the caller's event loop, so a loop that hangs fails its liveness probe. No torch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Callable, Sequence
+from http import HTTPStatus
+
+from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+
+logger = logging.getLogger(__name__)
+
+MAX_REQUEST_BYTES = 16 * 1024
+REQUEST_TIMEOUT_SECONDS = 5.0
+
+
+class HealthServer:
+    """One listening socket that answers probes.
+
+    missing:  what keeps the process from being ready, one phrase each; empty when ready. Called per probe.
+    stalled:  why the process can no longer make progress, or None. A reason makes the kubelet restart the container.
+    registry: metrics to expose; None answers /metrics with 404.
+    """
+
+    def __init__(
+        self,
+        *,
+        missing: Callable[[], Sequence[str]],
+        stalled: Callable[[], str | None] = lambda: None,
+        registry: CollectorRegistry | None = None,
+        host: str = "0.0.0.0",
+        port: int = 8080,
+    ) -> None:
+        self._missing = missing
+        self._stalled = stalled
+        self._registry = registry
+        self._host = host
+        self._port = port
+        self._server: asyncio.Server | None = None
+
+    @property
+    def port(self) -> int:
+        """The port in use, known after start() when 0 was asked for."""
+        return self._port
+
+    async def start(self) -> None:
+        """Bind and answer. Raises OSError that names the address when it is taken."""
+        try:
+            self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES)
+        except OSError as error:
+            message = f"cannot bind {self._host}:{self._port} ({error.strerror}): choose another --health-port"
+            raise OSError(error.errno, message) from error
+        self._port = self._server.sockets[0].getsockname()[1]
+
+    async def stop(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+            self._server = None
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_TIMEOUT_SECONDS)
+            writer.write(self._answer(request))
+            await asyncio.wait_for(writer.drain(), REQUEST_TIMEOUT_SECONDS)
+        except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as error:
+            logger.debug("probe connection ended without a request: %r", error)
+        finally:
+            writer.close()
+
+    def _answer(self, request: bytes) -> bytes:
+        parts = request.split(b"\r\n", 1)[0].split()
+        if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
+            return _response(HTTPStatus.BAD_REQUEST, {"error": "expected an HTTP/1.x request line"})
+        method, path = parts[0], parts[1].split(b"?", 1)[0]
+        if method not in (b"GET", b"HEAD"):
+            return _response(HTTPStatus.METHOD_NOT_ALLOWED, {"error": "only GET and HEAD are answered here"})
+        full = self._route(path)
+        return full if method == b"GET" else full[: full.index(b"\r\n\r\n") + 4]
+
+    def _route(self, path: bytes) -> bytes:
+        if path == b"/livez":
+            reason = self._stalled()
+            if reason is not None:
+                return _response(HTTPStatus.SERVICE_UNAVAILABLE, {"alive": False, "reason": reason})
+            return _response(HTTPStatus.OK, {"alive": True})
+        if path == b"/readyz":
+            missing = list(self._missing())
+            status = HTTPStatus.SERVICE_UNAVAILABLE if missing else HTTPStatus.OK
+            return _response(status, {"ready": not missing, "missing": missing})
+        if path == b"/metrics" and self._registry is not None:
+            return _encode(HTTPStatus.OK, CONTENT_TYPE_LATEST, generate_latest(self._registry))
+        return _response(HTTPStatus.NOT_FOUND, {"error": "not found; try /livez, /readyz or /metrics"})
+
+
+def _response(status: HTTPStatus, body: dict[str, object]) -> bytes:
+    return _encode(status, "application/json", json.dumps(body).encode() + b"\n")
+
+
+def _encode(status: HTTPStatus, content_type: str, body: bytes) -> bytes:
+    head = (
+        f"HTTP/1.1 {status.value} {status.phrase}\r\nContent-Type: {content_type}\r\n"
+        f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    )
+    return head.encode() + body

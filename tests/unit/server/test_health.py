@@ -1,0 +1,91 @@
+"""Probe endpoint of the coordinator and the engine, over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import httpx
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from megatron_runtime.health import HealthServer
+
+
+class Probed:
+    def __init__(self) -> None:
+        self.missing: list[str] = ["coordinator"]
+        self.reason: str | None = None
+        self.registry = CollectorRegistry()
+        self.server = HealthServer(
+            missing=lambda: self.missing,
+            stalled=lambda: self.reason,
+            registry=self.registry,
+            host="127.0.0.1",
+            port=0,
+        )
+
+
+@pytest.fixture
+async def probed() -> AsyncIterator[Probed]:
+    process = Probed()
+    await process.server.start()
+    yield process
+    await process.server.stop()
+
+
+async def _get(probed: Probed, path: str, method: str = "GET") -> httpx.Response:
+    async with httpx.AsyncClient() as client:
+        return await client.request(method, f"http://127.0.0.1:{probed.server.port}{path}")
+
+
+async def test_readyz_names_what_is_missing_until_nothing_is(probed: Probed) -> None:
+    answer = await _get(probed, "/readyz")
+    assert answer.status_code == 503
+    assert answer.json() == {"ready": False, "missing": ["coordinator"]}
+    probed.missing = []
+    answer = await _get(probed, "/readyz?verbose")
+    assert answer.status_code == 200
+    assert answer.json() == {"ready": True, "missing": []}
+
+
+async def test_livez_gives_the_reason(probed: Probed) -> None:
+    assert (await _get(probed, "/livez")).status_code == 200
+    probed.reason = "no step for 120 s"
+    answer = await _get(probed, "/livez")
+    assert answer.status_code == 503
+    assert answer.json()["reason"] == "no step for 120 s"
+
+
+async def test_metrics_come_from_the_registry(probed: Probed) -> None:
+    Counter("steps", "Steps.", registry=probed.registry).inc(3)
+    answer = await _get(probed, "/metrics")
+    assert "steps_total 3.0" in answer.text
+    assert answer.headers["content-type"].startswith("text/plain")
+
+
+async def test_head_has_no_body_and_other_methods_are_refused(probed: Probed) -> None:
+    answer = await _get(probed, "/livez", "HEAD")
+    assert (answer.status_code, answer.content) == (200, b"")
+    assert (await _get(probed, "/livez", "POST")).status_code == 405
+    assert (await _get(probed, "/nothing")).status_code == 404
+
+
+@pytest.mark.parametrize("junk", [b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"x" * 40_000, b""])
+async def test_junk_ends_only_its_own_connection(probed: Probed, junk: bytes) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", probed.server.port)
+    writer.write(junk)
+    writer.write_eof()
+    try:
+        answer = await reader.read()
+    except ConnectionResetError:
+        answer = b""
+    writer.close()
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 400")
+    assert (await _get(probed, "/livez")).status_code == 200
+
+
+async def test_taken_port_says_which_flag_to_change(probed: Probed) -> None:
+    second = HealthServer(missing=list, host="127.0.0.1", port=probed.server.port)
+    with pytest.raises(OSError, match=rf"127\.0\.0\.1:{probed.server.port} .*--health-port"):
+        await second.start()
