@@ -1,0 +1,1 @@
+"""The custom resource: typed models, its vocabulary, and the CRD generated from them."""

@@ -1,0 +1,39 @@
+"""What every model of the custom resource shares."""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic.alias_generators import to_camel
+
+T = TypeVar("T", bound=BaseModel)
+
+
+class ApiModel(BaseModel):
+    """A part of the resource: frozen, camelCase on the wire, unknown keys refused."""
+
+    model_config = ConfigDict(
+        alias_generator=to_camel,
+        validate_by_name=True,
+        validate_by_alias=True,
+        serialize_by_alias=True,
+        extra="forbid",
+        frozen=True,
+        use_attribute_docstrings=False,
+    )
+
+
+def section(model: type[T], description: str) -> Any:
+    """An object that may be left out and then holds its own defaults, in Python and (`default: {}`) in the CRD."""
+    return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
+
+
+def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, str]:
+    """One entry of `x-kubernetes-validations`. `expression` is CEL that yields the message with the offending value."""
+    entry = {"rule": rule, "message": message}
+    if expression is not None:
+        entry["messageExpression"] = expression
+    if field_path is not None:
+        entry["fieldPath"] = field_path
+    return entry

@@ -1,0 +1,436 @@
+"""`MegatronInference` v1alpha1: the spec. Defaults are written here and nowhere else.
+
+Cross-field rules stand twice, side by side: as CEL for the API server and as validators for offline commands
+(`render`, `plan`); tests hold the two to the same verdicts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Annotated, Any, Self
+
+from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
+
+from megatron_operator.model.base import ApiModel, cel, section
+from megatron_operator.model.states import DesiredState
+
+GROUP = "inference.megatron.dev"
+VERSION = "v1alpha1"
+API_VERSION = f"{GROUP}/{VERSION}"
+KIND = "MegatronInference"
+PLURAL = "megatroninferences"
+SHORT_NAME = "mi"
+
+MAX_NAME_LENGTH = 40
+NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
+RESERVED_SUFFIX_PATTERN = r"-(coordinator|server|keys|config-[0-9a-f]+|engine-[0-9]+|engines)$"
+QUANTITY_PATTERN = r"^[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
+
+PodTemplate = Annotated[
+    dict[str, Any],
+    WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
+]
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+
+
+class Format(StrEnum):
+    AUTO = "Auto"
+    SAFETENSORS = "SafeTensors"
+    GGUF = "GGUF"
+    TORCH_DIST = "TorchDist"
+
+
+class Dtype(StrEnum):
+    AUTO = "Auto"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+    FLOAT32 = "Float32"
+    INT8 = "Int8"
+    INT4 = "Int4"
+    FLOAT8 = "Float8"
+
+
+class RoutingPolicy(StrEnum):
+    LOAD_BALANCED = "LoadBalanced"
+    ROUND_ROBIN = "RoundRobin"
+    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
+    LONGEST_PREFIX = "LongestPrefix"
+
+
+class PauseMode(StrEnum):
+    HOLD = "Hold"
+    REJECT = "Reject"
+
+
+class SuspendLevel(StrEnum):
+    OFFLOAD = "Offload"
+    RELEASE_PODS = "ReleasePods"
+
+
+class SecretKeyRef(ApiModel):
+    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+    key: Name = Field(description="Key within that Secret.")
+
+
+class HuggingFaceSource(ApiModel):
+    repo: str = Field(
+        description="Repository on the Hugging Face hub, as org/name.",
+        max_length=200,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Commit to load. Pin it: a branch may move between the starts of two engines.",
+        min_length=1,
+        max_length=200,
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Access token for a gated or private repository."
+    )
+
+
+class ClaimSource(ApiModel):
+    claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
+    path: str = Field(
+        default="/",
+        description="Absolute path of the model inside the volume; {revision} is replaced by spec.weights.revision.",
+        max_length=1024,
+        pattern=r"^/",
+    )
+
+
+class ImageSource(ApiModel):
+    reference: str = Field(
+        description="OCI image or artifact that holds the weights; mounted read-only as an image volume (experimental).",
+        min_length=1,
+        max_length=512,
+    )
+    path: str = Field(
+        default="/",
+        description="Absolute path of the model inside the image; {revision} is replaced by spec.weights.revision.",
+        max_length=1024,
+        pattern=r"^/",
+    )
+
+
+_SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
+
+
+class ModelSource(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "].exists_one(set, set)",
+                    f"spec.model.source: set exactly one of {', '.join(_SOURCES)}",
+                    expression="'spec.model.source: ' + string(["
+                    + ", ".join(f"has(self.{name})" for name in _SOURCES)
+                    + f"].filter(set, set).size()) + ' sources are set; set exactly one of {', '.join(_SOURCES)}'",
+                )
+            ]
+        }
+    )
+
+    builtin: str | None = Field(
+        default=None,
+        description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
+        max_length=63,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+    )
+    hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
+    image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        chosen = (self.builtin, self.hugging_face, self.persistent_volume_claim, self.image)
+        count = sum(source is not None for source in chosen)
+        if count != 1:
+            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
+        return self
+
+    @property
+    def path(self) -> str | None:
+        """The path in the volume, `{revision}` not yet filled; None where the source has no path."""
+        for source in (self.persistent_volume_claim, self.image):
+            if source is not None:
+                return source.path
+        return None
+
+
+class ModelSpec(ApiModel):
+    name: str | None = Field(
+        default=None,
+        description="Name in /v1/models; metadata.name when absent.",
+        min_length=1,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9][\w./:-]*$",
+    )
+    source: ModelSource = Field(description="Where the weights come from: exactly one of the fields below.")
+    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto looks at the files.")
+    dtype: Dtype = Field(
+        default=Dtype.AUTO,
+        description="Type the weights are computed in; Auto takes what the model says and the device does well.",
+    )
+    max_sequence_length: int = Field(
+        default=4096,
+        description="Longest prompt plus completion, in tokens.",
+        ge=1,
+        le=16_777_216,
+    )
+
+
+class WeightsSpec(ApiModel):
+    revision: str = Field(
+        description="Fills {revision} in the path of the model's source.",
+        min_length=1,
+        max_length=200,
+        pattern=r"^[\w.-]+$",
+    )
+
+
+class Parallelism(ApiModel):
+    tensor: int = Field(default=1, ge=1, le=256, description="Ranks that share every layer.")
+    pipeline: int = Field(default=1, ge=1, le=256, description="Stages the layers are cut into.")
+    expert: int = Field(default=1, ge=1, le=256, description="Ranks the experts are spread over.")
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one engine."""
+        return self.tensor * self.pipeline * self.expert
+
+
+class Batching(ApiModel):
+    max_requests: int | None = Field(
+        default=None, ge=1, le=65536, description="Most requests in one batch; derived from memory when absent."
+    )
+    max_tokens: int | None = Field(
+        default=None, ge=1, le=16_777_216, description="Most tokens in one step; derived from memory when absent."
+    )
+    block_size_tokens: int = Field(
+        default=256, ge=1, le=65536, description="Tokens in one block of the prefix cache's hash chain."
+    )
+    kv_cache_memory: str = Field(
+        default="2Gi",
+        description="Memory of each rank for the KV cache, as a Kubernetes quantity.",
+        max_length=20,
+        pattern=QUANTITY_PATTERN,
+    )
+    prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
+    chunked_prefill: bool = Field(default=True, description="Cut long prompts into chunks that share steps.")
+
+
+class EngineSpec(ApiModel):
+    image: str | None = Field(
+        default=None, description="Image of the engines; the operator's runtime image when absent.", max_length=512
+    )
+    gpus_per_pod: int = Field(
+        default=0, ge=0, le=64, description="GPUs each pod asks for, one rank on each; 0 means engines on CPUs."
+    )
+    ranks_per_pod: int = Field(default=1, ge=1, le=64, description="Ranks in each pod of an engine on CPUs.")
+    batching: Batching = section(Batching, "Continuous batching and the KV cache.")
+    startup_seconds: int = Field(
+        default=1800, ge=10, le=86400, description="How long loading may take before a pod is started again."
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None,
+        description="Merged over the rendered pod, containers by name (the container is called engine): resources, "
+        "tolerations, affinity, volumes, …",
+    )
+
+
+class Routing(ApiModel):
+    policy: RoutingPolicy = Field(default=RoutingPolicy.LOAD_BALANCED, description="How an engine is chosen.")
+    alpha: str = Field(
+        default="0.5",
+        description="Weight of the prefix match against idleness, from 0 to 1, as a decimal string.",
+        max_length=20,
+        pattern=r"^(0(\.[0-9]+)?|1(\.0+)?)$",
+    )
+
+
+class CoordinatorSpec(ApiModel):
+    routing: Routing = section(Routing, "Which engine gets a request.")
+    pod_template: PodTemplate | None = Field(
+        default=None, description="Merged over the rendered pod, containers by name (the container is coordinator)."
+    )
+
+
+class ServerSpec(ApiModel):
+    replicas: int = Field(default=1, ge=1, le=100, description="OpenAI front ends.")
+    api_keys_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="File of accepted API keys, one a line; every request needs one when set."
+    )
+    tool_call_parser: str | None = Field(
+        default=None,
+        description="Parser of tool calls in completions.",
+        max_length=63,
+        pattern=r"^[a-z0-9][a-z0-9_-]*$",
+    )
+    pod_template: PodTemplate | None = Field(
+        default=None, description="Merged over the rendered pod, containers by name (the container is server)."
+    )
+
+
+class PauseSpec(ApiModel):
+    mode: PauseMode = Field(
+        default=PauseMode.HOLD, description="Hold queues requests that arrive while paused; Reject answers 503."
+    )
+    max_queued: int = Field(default=10000, ge=0, le=10_000_000, description="Most requests held; beyond it 429.")
+    max_wait_seconds: int = Field(
+        default=300, ge=1, le=86400, description="How long a request that reached no engine is held."
+    )
+
+
+class SuspendSpec(ApiModel):
+    level: SuspendLevel = Field(
+        default=SuspendLevel.OFFLOAD,
+        description="Offload gives memory back and keeps the pods; ReleasePods also scales the engines to zero pods.",
+    )
+    escalate_after_seconds: int | None = Field(
+        default=None, ge=0, le=31_536_000, description="Suspended with Offload for this long becomes ReleasePods."
+    )
+    wake_on_request: bool = Field(
+        default=False,
+        description="A request that arrives while suspended makes the resource run again, until the spec next changes.",
+    )
+
+
+class RestartBudget(ApiModel):
+    restarts: int = Field(
+        default=5, ge=0, le=1000, description="Container restarts of one engine that the window may hold."
+    )
+    window_seconds: int = Field(default=600, ge=1, le=86400, description="Length of the window.")
+
+
+class LifecycleSpec(ApiModel):
+    pause: PauseSpec = section(PauseSpec, "What becomes of requests that arrive while paused or suspended.")
+    suspend: SuspendSpec = section(SuspendSpec, "How much a suspended resource gives back.")
+    drain_seconds: int = Field(
+        default=60, ge=0, le=86400, description="How long requests may finish before an engine or server goes."
+    )
+    restart_budget: RestartBudget = section(RestartBudget, "When crashing engines are given up on.")
+
+
+class RolloutSpec(ApiModel):
+    max_unavailable: int = Field(default=1, ge=1, le=1024, description="Engines that a rollout may take out at once.")
+
+
+_POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
+_RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
+
+
+class MegatronInferenceSpec(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    f"{_RANKS} % {_POD_DIVISOR} == 0",
+                    "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
+                    "spec.engine.ranksPerPod when gpusPerPod is 0",
+                    expression=f"'spec.parallelism: tensor x pipeline x expert = ' + string({_RANKS}) + ' ranks is not "
+                    f"divisible by spec.engine.' + (self.engine.gpusPerPod > 0 ? 'gpusPerPod' : 'ranksPerPod') + ' = '"
+                    f" + string({_POD_DIVISOR}) + '; make one a multiple of the other'",
+                ),
+                cel(
+                    "!has(self.weights) || !has(self.model.source.huggingFace) || "
+                    "!has(self.model.source.huggingFace.revision)",
+                    "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
+                    "remove one of the two",
+                ),
+                cel(
+                    "has(self.weights) || !has(self.model.source.persistentVolumeClaim) || "
+                    "!self.model.source.persistentVolumeClaim.path.contains('{revision}')",
+                    "spec.model.source.persistentVolumeClaim.path: contains {revision}, so spec.weights.revision "
+                    "must be set",
+                ),
+                cel(
+                    "has(self.weights) || !has(self.model.source.image) || "
+                    "!self.model.source.image.path.contains('{revision}')",
+                    "spec.model.source.image.path: contains {revision}, so spec.weights.revision must be set",
+                ),
+            ]
+        }
+    )
+
+    desired_state: DesiredState = Field(
+        default=DesiredState.RUNNING,
+        description="Running serves; Paused freezes work in place; Suspended also gives the memory back; Stopped "
+        "drains and removes the engines.",
+    )
+    replicas: int = Field(
+        default=1,
+        ge=0,
+        le=1024,
+        description="Data-parallel engines; what kubectl scale and autoscalers change. 0 gives every engine pod back.",
+    )
+    model: ModelSpec = Field(description="What is served.")
+    weights: WeightsSpec | None = Field(default=None, description="Which revision of the weights is served.")
+    parallelism: Parallelism = section(Parallelism, "How one engine is spread; its ranks are the product.")
+    engine: EngineSpec = section(EngineSpec, "The engines.")
+    coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
+    server: ServerSpec = section(ServerSpec, "The OpenAI front end.")
+    lifecycle: LifecycleSpec = section(LifecycleSpec, "How the verbs behave.")
+    rollout: RolloutSpec = section(RolloutSpec, "How changes reach the engines.")
+
+    @model_validator(mode="after")
+    def _cross_field(self) -> Self:
+        ranks, divisor = self.parallelism.ranks, self.ranks_per_pod
+        if ranks % divisor:
+            field = "gpusPerPod" if self.engine.gpus_per_pod else "ranksPerPod"
+            raise ValueError(
+                f"spec.parallelism: tensor x pipeline x expert = {ranks} ranks is not divisible by "
+                f"spec.engine.{field} = {divisor}; make one a multiple of the other"
+            )
+        source = self.model.source
+        if self.weights is not None and source.hugging_face is not None and source.hugging_face.revision is not None:
+            raise ValueError(
+                "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
+                "remove one of the two"
+            )
+        if self.weights is None and source.path is not None and "{revision}" in source.path:
+            field = "image" if source.image is not None else "persistentVolumeClaim"
+            raise ValueError(
+                f"spec.model.source.{field}.path: contains {{revision}}, so spec.weights.revision must be set"
+            )
+        return self
+
+    @property
+    def ranks_per_pod(self) -> int:
+        """Ranks in each pod of an engine."""
+        return self.engine.gpus_per_pod or self.engine.ranks_per_pod
+
+    @property
+    def pods_per_engine(self) -> int:
+        return self.parallelism.ranks // self.ranks_per_pod
+
+
+def check_name(name: str) -> None:
+    """Refuse a resource name whose children could not be named, with the words of the CRD.
+
+    Raises:
+        ValueError: naming `metadata.name`, its value and the remedy.
+    """
+    if len(name) > MAX_NAME_LENGTH:
+        raise ValueError(
+            f"metadata.name: {name!r} has {len(name)} characters; use at most {MAX_NAME_LENGTH}, "
+            "so that the names of its children fit"
+        )
+    if not re.fullmatch(NAME_PATTERN, name):
+        raise ValueError(
+            f"metadata.name: {name!r} is not a DNS-1035 label; start with a letter and use only lower case letters, "
+            "digits and '-'"
+        )
+    if re.search(RESERVED_SUFFIX_PATTERN, name):
+        raise ValueError(f"metadata.name: {name!r} ends in a suffix that children use; choose another name")
+
+
+def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
+    """The typed spec of a resource as read from the API server or a file.
+
+    Raises:
+        pydantic.ValidationError: with the path of every field that is wrong.
+    """
+    return MegatronInferenceSpec.model_validate(spec)

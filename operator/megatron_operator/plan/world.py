@@ -1,0 +1,284 @@
+"""What a decision is made from and what it is made of.
+
+`World` is one snapshot: everything `decide` may look at, read before it is called. `Decision` is everything it may
+say. Both are plain frozen data; no clock, no I/O, no client. The caller's contract, in order, is
+
+    world = observe()                 # one consistent snapshot
+    decision = decide(world)
+    persist(decision.status)          # only if it differs from world.resource.status; with the resourceVersion
+    act(decision.actions)             # in order; stop at the first that fails; the outcome is the next observation
+
+so that the intent of a verb is durable before its signal leaves. Every action may be repeated without harm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any
+
+from megatron_operator.model.resource import MegatronInferenceSpec
+from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
+
+Manifest = dict[str, Any]
+"""A Kubernetes object as plain data."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What an installation fixes for every resource."""
+
+    runtime_image: str
+    """Image of coordinator, server and engines where the resource names none."""
+    operator_namespace: str = "megatron-system"
+    """Where the operator's own pods run; its admin key lives here and NetworkPolicies admit it."""
+    image_pull_policy: str = "IfNotPresent"
+    security: bool = True
+    """CURVE on every socket: keys are created, mounted and named on the command lines."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceView:
+    """The custom resource as last read."""
+
+    name: str
+    namespace: str
+    uid: str
+    generation: int
+    spec: MegatronInferenceSpec
+    status: Mapping[str, Any] = field(default_factory=dict)
+    """`.status` exactly as stored; empty when nothing was ever written."""
+    deleting: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class ChildRef:
+    """Names one child in the resource's namespace."""
+
+    kind: str
+    name: str
+    api_version: str = "v1"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class ChildView:
+    """A child object as observed, reduced to what decisions need (see `plan.reduce.reduce_child`)."""
+
+    ref: ChildRef
+    uid: str
+    owned: bool = True
+    """It carries an owner reference with the UID of this resource. One that does not is never written or deleted."""
+    deleting: bool = False
+    hash: str = ""
+    """Annotation `inference.megatron.dev/hash`: the manifest last applied, without `spec.replicas` of engines."""
+    revision: str = ""
+    """Label `inference.megatron.dev/revision` of the pod template; engines only."""
+    replicas: int = 0
+    """`spec.replicas` of a Deployment or StatefulSet."""
+    ready_replicas: int = 0
+    verified: bool = True
+    """This process has applied this very object since it started and nobody changed it since. While false, the child
+    is applied again even when its hash is current."""
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """A pod of the resource, reduced (see `plan.reduce.reduce_pod`)."""
+
+    name: str
+    uid: str
+    component: str
+    """`coordinator`, `server` or `engine`."""
+    engine: str = ""
+    """Name of the engine (of its StatefulSet); empty for the other components."""
+    index: int = 0
+    """Ordinal within the engine."""
+    phase: str = "Pending"
+    ready: bool = False
+    deleting: bool = False
+    revision: str = ""
+    restarts: int = 0
+    reason: str = ""
+    """The kubelet's or scheduler's own word: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
+    message: str = ""
+    exit_code: int | None = None
+    """Exit code of the last container that ended; None when none did."""
+    exit_reason: str = ""
+    """Why it ended: `OOMKilled`, `Error`, `Completed`; empty when none did."""
+    last_message: str = ""
+    """Its termination message."""
+    created_at: datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReport:
+    """One engine as its coordinator lists it. An engine whose connection is dead is not listed."""
+
+    name: str
+    """`NAME-engine-I`, given on the engine's command line."""
+    identity: str
+    state: EngineState
+    revision: str = ""
+    epoch: int = 0
+    ranks: int = 1
+    in_flight: int = 0
+    draining: bool = False
+    incarnation: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class OperationReport:
+    """What the coordinator remembers of one operation id."""
+
+    outcome: OperationOutcome
+    signal: SignalKind | None = None
+    message: str = ""
+    """The error of a failed operation, naming engines and ranks."""
+    confirmed_ranks: int = 0
+    total_ranks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CoordinatorSnapshot:
+    """The coordinator's answer to STATUS, or the fact that there is none."""
+
+    reachable: bool = False
+    error: str = ""
+    """Why it could not be reached, in one phrase; empty when reachable."""
+    incarnation: str = ""
+    state: CoordinatorState = CoordinatorState.RECOVERING
+    epoch: int = 0
+    fence: int = 0
+    """The highest fence it has seen."""
+    operations: Mapping[str, OperationReport] = field(default_factory=dict)
+    engines: tuple[EngineReport, ...] = ()
+    queue_length: int = 0
+
+
+UNREACHABLE = CoordinatorSnapshot()
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """The API server's last answer to applying a child, when it was an error."""
+
+    hash: str
+    """Hash of the manifest that was refused (`ApplyChild.hash`)."""
+    code: int
+    """HTTP status."""
+    message: str
+    at: datetime
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """Everything a decision may depend on."""
+
+    resource: ResourceView
+    settings: Settings
+    now: datetime
+    """UTC, with a time zone. The only clock."""
+    new_operation_id: str
+    """A fresh random id, used if this decision starts an operation."""
+    fence: int = 1
+    """This leader's term."""
+    children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
+    pods: tuple[PodView, ...] = ()
+    coordinator: CoordinatorSnapshot = UNREACHABLE
+    refusals: Mapping[ChildRef, Refusal] = field(default_factory=dict)
+
+
+# --- Actions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class CreateKeys:
+    """Make the CURVE pairs of `NAME-keys` and create the Secret (`render.keys.keys_secret`), unless it exists."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyChild:
+    """Server-side apply of a whole manifest, never forced onto an object that lacks our owner UID."""
+
+    manifest: Manifest
+    hash: str
+    """Equals the manifest's hash annotation; record it in a `Refusal` if the API server says no."""
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteChild:
+    """Delete a child (background propagation), with its UID as a precondition."""
+
+    ref: ChildRef
+    uid: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    """Delete pods together, each with its UID as a precondition; their StatefulSet makes them anew."""
+
+    engine: str
+    pods: tuple[tuple[str, str], ...]
+    """(name, uid) of each."""
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """Send one control signal. The same operation id is never acted on twice by a coordinator, so resending is safe;
+    while this process has the id in flight on its link, a repeated `Signal` is a no-op."""
+
+    kind: SignalKind
+    operation_id: str
+    fence: int
+    expected_engines: int
+    """Engines registered when this was decided; the coordinator refuses if it knows fewer."""
+    engine: str | None = None
+    """Name of the one engine meant (DRAIN only); None means all."""
+    deadline_seconds: float | None = None
+    """How long the coordinator may take; None means its own default."""
+
+
+@dataclass(frozen=True, slots=True)
+class RaiseFence:
+    """The coordinator has seen a higher fence (the Lease was made anew): let the leader's term jump above it."""
+
+    above: int
+
+
+@dataclass(frozen=True, slots=True)
+class EmitEvent:
+    """A Kubernetes Event on the custom resource."""
+
+    type: str
+    """`Normal` or `Warning`."""
+    reason: str
+    message: str
+
+
+Action = CreateKeys | ApplyChild | DeleteChild | DeletePods | Signal | RaiseFence | EmitEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What to do now, and why. The reason and message of the policy that decided *are* those of the status."""
+
+    policy: str
+    """Name of the first policy that applied."""
+    reason: str
+    """CamelCase, one of `model.conditions.Reason`."""
+    message: str
+    status: Manifest
+    """The whole `.status` to persist if it differs from the stored one. Never contains the present time by itself:
+    times change only together with the fact they belong to."""
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+    """Seconds after which time alone may change the decision; None when only an event can."""

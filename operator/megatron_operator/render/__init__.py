@@ -1,0 +1,1 @@
+"""Pure manifest builders, one module per child kind: (resource, settings) -> manifest."""
