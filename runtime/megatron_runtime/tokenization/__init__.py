@@ -1,0 +1,20 @@
+"""Text to token ids and back: vocabulary, chat template and streaming detokenizer of a model. No torch.
+
+tokenizer = load_tokenizer("builtin:smollm2-135m")
+ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
+text = tokenizer.decode(ids)
+"""
+
+from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
+from megatron_runtime.tokenization.detokenizer import Detokenizer
+from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
+from megatron_runtime.tokenization.tokenizer import Tokenizer
+
+__all__ = [
+    "ChatTemplate",
+    "ChatTemplateError",
+    "Detokenizer",
+    "Tokenizer",
+    "TokenizerLoadError",
+    "load_tokenizer",
+]

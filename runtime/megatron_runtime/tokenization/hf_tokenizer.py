@@ -1,0 +1,80 @@
+"""A `Tokenizer` from a Hugging Face model directory (tokenizer.json and its companions)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.tokenizer import Tokenizer
+
+TOKENIZER_FILE = "tokenizer.json"
+
+
+def tokenizer_from_directory(directory: Path) -> Tokenizer:
+    """Build the tokenizer of a directory that holds tokenizer.json.
+
+    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
+    also from generation_config.json, the context length from config.json; each of these may be absent.
+    Raises ValueError that names the file that cannot be read.
+    """
+    file = directory / TOKENIZER_FILE
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
+    config = _read_json(directory / "tokenizer_config.json")
+    special = {
+        name: text
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := _token_text(config.get(name))) is not None
+    }
+    template = _template_source(directory, config)
+    bos = special.get("bos_token")
+    return Tokenizer(
+        backend,
+        bos_id=backend.token_to_id(bos) if bos is not None else None,
+        add_bos=bool(config.get("add_bos_token", False)),
+        eos_ids=_end_ids(directory, backend, special.get("eos_token")),
+        chat_template=ChatTemplate(template, special=special) if template else None,
+        context_length=_read_json(directory / "config.json").get("max_position_embeddings"),
+    )
+
+
+def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -> list[int]:
+    own = backend.token_to_id(eos_text) if eos_text is not None else None
+    ids = [] if own is None else [own]
+    for name in ("generation_config.json", "config.json"):
+        listed = _read_json(directory / name).get("eos_token_id")
+        ids.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
+    return list(dict.fromkeys(ids))
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        return named.get("default")
+    return source
+
+
+def _token_text(value: Any) -> str | None:
+    return value.get("content") if isinstance(value, dict) else value
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {type(content).__name__}: expected a JSON object")
+    return content

@@ -1,0 +1,104 @@
+"""`Tokenizer`: what a server needs to know about a model's vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import tokenizers
+
+from megatron_runtime.tokenization.byte_level import piece_to_bytes
+from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
+from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+
+
+class Tokenizer:
+    """Vocabulary, special tokens and chat template of one model. Safe to share between threads.
+
+    backend:        the compiled tokenizer.
+    bos_id:         token that begins a sequence, or None.
+    add_bos:        put it before every encoded prompt that asks for special tokens.
+    eos_ids:        every token that ends an answer: end of sequence, end of turn. The first is the model's own.
+    chat_template:  None for a model that only completes text.
+    context_length: longest sequence that the model was made for, in tokens; None when the model does not say.
+    """
+
+    def __init__(
+        self,
+        backend: tokenizers.Tokenizer,
+        *,
+        bos_id: int | None = None,
+        add_bos: bool = False,
+        eos_ids: Sequence[int] = (),
+        chat_template: ChatTemplate | None = None,
+        context_length: int | None = None,
+    ) -> None:
+        self._backend = backend
+        self._add_bos = bos_id is not None and add_bos
+        self.bos_id = bos_id
+        self.eos_ids = tuple(eos_ids)
+        self.chat_template = chat_template
+        self.context_length = context_length
+        self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        added = backend.get_added_tokens_decoder()
+        self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
+        self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
+        self._bytes = {id_: token.content.encode() for id_, token in added.items()}
+
+    def encode(self, text: str, *, add_special: bool = True) -> list[int]:
+        """Return the token ids of `text`. Special tokens written out in the text become those tokens.
+
+        Bytes that the vocabulary has no token for are left out, as the model's own library does.
+        add_special: also add what the model expects around a prompt, such as the begin-of-sequence token.
+        Raises ValueError when the text is not valid Unicode (a lone surrogate).
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
+        except (UnicodeError, TypeError) as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from error
+        if add_special and self._add_bos and ids[:1] != [self.bos_id]:
+            return [self.bos_id, *ids]  # type: ignore[list-item]  # _add_bos implies an id
+        return ids
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt text of a conversation. Raises ChatTemplateError."""
+        if self.chat_template is None:
+            raise ChatTemplateError("this model has no chat template: use /v1/completions")
+        return self.chat_template.render(messages, tools=tools, variables=variables)
+
+    def encode_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Return the token ids of a conversation; the template itself writes every special token."""
+        return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
+
+    def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
+        """Return the text of `ids`; bytes that are no UTF-8 read as U+FFFD; ids outside the vocabulary as nothing."""
+        detokenizer = self.detokenizer(skip_special=skip_special)
+        return detokenizer.feed(ids) + detokenizer.finish()
+
+    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
+        """Return a fresh incremental decoder for one sequence."""
+        if self._is_byte_level:
+            return ByteLevelDetokenizer(self._visible_bytes if skip_special else self._token_bytes)
+        return WindowDetokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special))
+
+    def _visible_bytes(self, id_: int) -> bytes:
+        return b"" if id_ in self.special_ids else self._token_bytes(id_)
+
+    def _token_bytes(self, id_: int) -> bytes:
+        known = self._bytes.get(id_)
+        if known is None:
+            piece = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None
+            known = self._bytes[id_] = b"" if piece is None else piece_to_bytes(piece)
+        return known
