@@ -103,7 +103,7 @@ class ClaimSource(ApiModel):
 
 class ImageSource(ApiModel):
     reference: str = Field(
-        description="OCI image or artifact that holds the weights; mounted read-only as an image volume (experimental).",
+        description="OCI image or artifact that holds the weights; mounted as an image volume (experimental).",
         min_length=1,
         max_length=512,
     )

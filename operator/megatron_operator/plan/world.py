@@ -19,23 +19,11 @@ from datetime import datetime
 from typing import Any
 
 from megatron_operator.model.resource import MegatronInferenceSpec
+from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What an installation fixes for every resource."""
-
-    runtime_image: str
-    """Image of coordinator, server and engines where the resource names none."""
-    operator_namespace: str = "megatron-system"
-    """Where the operator's own pods run; its admin key lives here and NetworkPolicies admit it."""
-    image_pull_policy: str = "IfNotPresent"
-    security: bool = True
-    """CURVE on every socket: keys are created, mounted and named on the command lines."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +38,8 @@ class ResourceView:
     status: Mapping[str, Any] = field(default_factory=dict)
     """`.status` exactly as stored; empty when nothing was ever written."""
     deleting: bool = False
+    changed_by: str = ""
+    """Field manager that last wrote `spec.desiredState`, when known; goes into the history."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +67,8 @@ class ChildView:
     """Annotation `inference.megatron.dev/hash`: the manifest last applied, without `spec.replicas` of engines."""
     revision: str = ""
     """Label `inference.megatron.dev/revision` of the pod template; engines only."""
+    model_hash: str = ""
+    """Annotation `inference.megatron.dev/model`: what is served; engines and the server only."""
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
@@ -98,6 +90,7 @@ class PodView:
     index: int = 0
     """Ordinal within the engine."""
     phase: str = "Pending"
+    """`Pending`, `Running`, `Succeeded`, `Failed` or `Unknown`, as the kubelet says."""
     ready: bool = False
     deleting: bool = False
     revision: str = ""
@@ -126,6 +119,8 @@ class EngineReport:
     epoch: int = 0
     ranks: int = 1
     in_flight: int = 0
+    serving: bool = True
+    """It said HELLO with `serving: true`; before that it loads and takes part in nothing."""
     draining: bool = False
     incarnation: str = ""
 
@@ -138,6 +133,9 @@ class OperationReport:
     signal: SignalKind | None = None
     message: str = ""
     """The error of a failed operation, naming engines and ranks."""
+    code: int = 0
+    """Its code when it was refused (409 illegal, 412 stale fence, 423 another in progress, 424 engines missing) or
+    missed its deadline (504); 0 otherwise."""
     confirmed_ranks: int = 0
     total_ranks: int = 0
 

@@ -1,0 +1,37 @@
+"""Every child of a resource, in the order they are applied."""
+
+from __future__ import annotations
+
+from megatron_operator.render.config import config_map
+from megatron_operator.render.context import Manifest, RenderContext
+from megatron_operator.render.coordinator import coordinator_deployment
+from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.guards import disruption_budget, network_policies, service_account
+from megatron_operator.render.server import server_deployment
+from megatron_operator.render.services import coordinator_service, engine_service, front_service
+
+
+def shared_children(ctx: RenderContext) -> list[Manifest]:
+    """What exists once, whatever the number of engines; all but the keys."""
+    return [
+        service_account(ctx),
+        config_map(ctx),
+        *network_policies(ctx),
+        disruption_budget(ctx),
+        coordinator_service(ctx),
+        front_service(ctx),
+        coordinator_deployment(ctx),
+        server_deployment(ctx),
+    ]
+
+
+def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manifest]:
+    return [engine_service(ctx, index), engine_statefulset(ctx, index, pods=pods)]
+
+
+def all_children(ctx: RenderContext) -> list[Manifest]:
+    """Everything a running resource has, all engines at full size; all but the keys."""
+    children = shared_children(ctx)
+    for index in range(ctx.spec.replicas):
+        children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
+    return children

@@ -1,0 +1,27 @@
+"""ConfigMap `NAME-config-HASH`: environment that all containers share. Its name holds its content's hash, so a change
+reaches a pod only through a change of the pod's template."""
+
+from __future__ import annotations
+
+from megatron_operator.render.context import Manifest, RenderContext, child, digest, seal
+
+
+def config_data(ctx: RenderContext) -> dict[str, str]:
+    """The variables. Caches point at the pod's writable cache volume."""
+    return {
+        "HOME": "/tmp",
+        "HF_HOME": "/cache/huggingface",
+        "TRITON_CACHE_DIR": "/cache/triton",
+        "TORCHINDUCTOR_CACHE_DIR": "/cache/inductor",
+        "XDG_CACHE_HOME": "/cache",
+        "MEGATRON_RESOURCE": f"{ctx.namespace}/{ctx.name}",
+        "PYTHONUNBUFFERED": "1",
+    }
+
+
+def config_name(ctx: RenderContext) -> str:
+    return f"{ctx.name}-config-{digest(config_data(ctx))}"
+
+
+def config_map(ctx: RenderContext) -> Manifest:
+    return seal(child(ctx, "ConfigMap", config_name(ctx), immutable=True, data=config_data(ctx)))

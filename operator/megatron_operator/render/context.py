@@ -1,0 +1,145 @@
+"""What every builder is given, and the names, labels and references that children share."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.model.resource import API_VERSION, GROUP, KIND, MegatronInferenceSpec
+from megatron_operator.model.settings import Settings
+
+Manifest = dict[str, Any]
+
+FIELD_MANAGER = "megatron-operator"
+APP_NAME = "megatron-inference"
+
+LABEL_NAME = "app.kubernetes.io/name"
+LABEL_INSTANCE = "app.kubernetes.io/instance"
+LABEL_COMPONENT = "app.kubernetes.io/component"
+LABEL_MANAGED_BY = "app.kubernetes.io/managed-by"
+LABEL_ENGINE = f"{GROUP}/engine"
+LABEL_REVISION = f"{GROUP}/revision"
+LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
+ANNOTATION_HASH = f"{GROUP}/hash"
+ANNOTATION_MODEL = f"{GROUP}/model"
+
+COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
+
+PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
+PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500
+
+
+class InvalidPodTemplate(ValueError):
+    """A podTemplate that cannot be merged; the message names the field, the value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class RenderContext:
+    """One resource, as far as its children depend on it."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: MegatronInferenceSpec
+    settings: Settings
+
+    @property
+    def coordinator_name(self) -> str:
+        return f"{self.name}-coordinator"
+
+    @property
+    def server_name(self) -> str:
+        return f"{self.name}-server"
+
+    @property
+    def keys_name(self) -> str:
+        return f"{self.name}-keys"
+
+    @property
+    def engines_name(self) -> str:
+        """Name of what exists once for all engines."""
+        return f"{self.name}-engines"
+
+    def engine_name(self, index: int) -> str:
+        return f"{self.name}-engine-{index}"
+
+    @property
+    def model_name(self) -> str:
+        return self.spec.model.name or self.name
+
+    @property
+    def endpoint(self) -> str:
+        """Base URL of the OpenAI API inside the cluster."""
+        return f"http://{self.name}.{self.namespace}.svc/v1"
+
+    def coordinator_address(self, port: int) -> str:
+        return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"
+
+
+def selector(ctx: RenderContext, component: str) -> dict[str, str]:
+    """Labels that pick the pods of one component of this resource."""
+    return {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_COMPONENT: component}
+
+
+def labels(ctx: RenderContext, component: str | None = None) -> dict[str, str]:
+    """Labels of a child."""
+    found = {LABEL_NAME: APP_NAME, LABEL_INSTANCE: ctx.name, LABEL_MANAGED_BY: FIELD_MANAGER}
+    if component is not None:
+        found[LABEL_COMPONENT] = component
+    return found
+
+
+def scale_selector(ctx: RenderContext) -> str:
+    """The scale subresource's selector: one pod of each engine."""
+    wanted = {**selector(ctx, ENGINE), LABEL_POD_INDEX: "0"}
+    return ",".join(f"{key}={value}" for key, value in sorted(wanted.items()))
+
+
+def child(
+    ctx: RenderContext, kind: str, name: str, *, api_version: str = "v1", component: str | None = None, **body: Any
+) -> Manifest:
+    """The frame of every child: identity, labels, and an owner reference that never blocks a deletion."""
+    return {
+        "apiVersion": api_version,
+        "kind": kind,
+        "metadata": {
+            "name": name,
+            "namespace": ctx.namespace,
+            "labels": labels(ctx, component),
+            "ownerReferences": [
+                {
+                    "apiVersion": API_VERSION,
+                    "kind": KIND,
+                    "name": ctx.name,
+                    "uid": ctx.uid,
+                    "controller": True,
+                    "blockOwnerDeletion": False,
+                }
+            ],
+        },
+        **body,
+    }
+
+
+def digest(value: Any, *, length: int = 10) -> str:
+    """A short content hash of plain data, the same in every process."""
+    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()[:length]
+
+
+def seal(manifest: Manifest) -> Manifest:
+    """The manifest with its own hash as an annotation. The replicas of a StatefulSet are left out of the hash: they
+    follow the lifecycle, not the spec."""
+    hashed = manifest
+    if manifest["kind"] == "StatefulSet":
+        hashed = {**manifest, "spec": {key: value for key, value in manifest["spec"].items() if key != "replicas"}}
+    metadata = manifest["metadata"]
+    annotations = {**metadata.get("annotations", {}), ANNOTATION_HASH: digest(hashed, length=16)}
+    return {**manifest, "metadata": {**metadata, "annotations": annotations}}
+
+
+def manifest_hash(manifest: Manifest) -> str:
+    """The hash that `seal` wrote."""
+    return str(manifest["metadata"]["annotations"][ANNOTATION_HASH])

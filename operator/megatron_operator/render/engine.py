@@ -1,0 +1,153 @@
+"""StatefulSet `NAME-engine-I`: one data-parallel engine, a pod for each group of its ranks.
+
+The pods of an engine are replaced together and only by the operator (OnDelete). Nothing of `desiredState` or
+`replicas` is in the template, so no verb and no scaling ever restarts a pod.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+from megatron_operator.render.context import (
+    ANNOTATION_MODEL,
+    ENGINE,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_RENDEZVOUS,
+    Manifest,
+    RenderContext,
+    child,
+    digest,
+    seal,
+    selector,
+)
+from megatron_operator.render.model_source import model_argument, model_env, model_hash, model_mounts, model_volumes
+from megatron_operator.render.pod import http_probe, keys_args, pod_template
+
+KEYS = ("engine.key", "engine.pub", "server.pub")
+STARTUP_PERIOD_SECONDS = 2
+_REVISION_FLAG = "--revision"
+
+
+def engine_args(ctx: RenderContext, index: int) -> list[str]:
+    """The command line without its revision, which is a hash over this."""
+    spec, batching = ctx.spec, ctx.spec.engine.batching
+    args = [
+        "engine",
+        *("--coordinator", ctx.coordinator_address(PORT_ENGINE)),
+        *("--name", ctx.engine_name(index)),
+        *("--model", model_argument(ctx)),
+        *("--dtype", spec.model.dtype.value.lower()),
+        *("--max-sequence-length", str(spec.model.max_sequence_length)),
+        *("--kv-cache-memory", batching.kv_cache_memory),
+        *("--block-size-tokens", str(batching.block_size_tokens)),
+        *("--health-port", str(PORT_HEALTH)),
+        *("--drain-seconds", str(spec.lifecycle.drain_seconds)),
+        *("--threads", "$(MEGATRON_THREADS)"),
+        *keys_args(ctx),
+    ]
+    if batching.max_requests is not None:
+        args += ["--max-requests", str(batching.max_requests)]
+    if batching.max_tokens is not None:
+        args += ["--max-tokens", str(batching.max_tokens)]
+    if not batching.prefix_caching:
+        args.append("--no-prefix-caching")
+    if not batching.chunked_prefill:
+        args.append("--no-chunked-prefill")
+    if spec.model.format.value != "Auto":
+        args += ["--format", spec.model.format.value]
+    return args
+
+
+def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
+    threads = {"resourceFieldRef": {"containerName": ENGINE, "resource": "limits.cpu", "divisor": "1"}}
+    env = [{"name": "MEGATRON_THREADS", "valueFrom": threads}, *model_env(ctx)]
+    parallelism, name = ctx.spec.parallelism, ctx.engine_name(index)
+    if parallelism.ranks == 1:
+        return env
+    node_rank = {"fieldRef": {"fieldPath": f"metadata.labels['{LABEL_POD_INDEX}']"}}
+    fixed = {
+        "MASTER_ADDR": f"{name}-0.{name}.{ctx.namespace}.svc",
+        "MASTER_PORT": str(PORT_RENDEZVOUS),
+        "WORLD_SIZE": str(parallelism.ranks),
+        "NNODES": str(ctx.spec.pods_per_engine),
+        "NPROC_PER_NODE": str(ctx.spec.ranks_per_pod),
+        "TENSOR_PARALLEL_SIZE": str(parallelism.tensor),
+        "PIPELINE_PARALLEL_SIZE": str(parallelism.pipeline),
+        "EXPERT_PARALLEL_SIZE": str(parallelism.expert),
+    }
+    env += [{"name": key, "value": value} for key, value in fixed.items()]
+    return [*env, {"name": "NODE_RANK", "valueFrom": node_rank}]
+
+
+def _resources(ctx: RenderContext) -> dict[str, Any]:
+    requests = {"cpu": "250m", "memory": "512Mi"}
+    gpus = ctx.spec.engine.gpus_per_pod
+    return {"requests": requests, "limits": {"nvidia.com/gpu": gpus}} if gpus else {"requests": requests}
+
+
+def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
+    engine, drain = ctx.spec.engine, ctx.spec.lifecycle.drain_seconds
+    volumes, mounts = model_volumes(ctx), model_mounts(ctx)
+    if ctx.spec.ranks_per_pod > 1:
+        volumes = (*volumes, {"name": "shm", "emptyDir": {"medium": "Memory"}})
+        mounts = (*mounts, {"name": "shm", "mountPath": "/dev/shm"})
+    container: dict[str, Any] = {
+        "name": ENGINE,
+        "args": engine_args(ctx, index),
+        "env": _env(ctx, index),
+        "ports": [{"name": "health", "containerPort": PORT_HEALTH}],
+        "resources": _resources(ctx),
+        "startupProbe": http_probe(
+            "/readyz",
+            periodSeconds=STARTUP_PERIOD_SECONDS,
+            failureThreshold=-(-engine.startup_seconds // STARTUP_PERIOD_SECONDS),
+        ),
+        "readinessProbe": http_probe("/readyz", periodSeconds=5, failureThreshold=2),
+        "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
+    }
+    if engine.image is not None:
+        container["image"] = engine.image
+    return pod_template(
+        ctx,
+        ENGINE,
+        container=container,
+        grace_seconds=drain + 15,
+        keys=KEYS,
+        overlay=engine.pod_template,
+        extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
+        volumes=volumes,
+        mounts=mounts,
+    )
+
+
+def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
+    """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
+    template = copy.deepcopy(_template(ctx, index))
+    revision = digest(template)
+    template["metadata"]["labels"][LABEL_REVISION] = revision
+    container = next(entry for entry in template["spec"]["containers"] if entry["name"] == ENGINE)
+    container["args"] = [*container["args"], _REVISION_FLAG, revision]
+    name = ctx.engine_name(index)
+    spec = {
+        "replicas": pods,
+        "serviceName": name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "OnDelete"},
+        "selector": {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: name}},
+        "template": template,
+        "revisionHistoryLimit": 2,
+    }
+    manifest = child(ctx, "StatefulSet", name, api_version="apps/v1", component=ENGINE, spec=spec)
+    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
+    return seal(manifest)
+
+
+def engine_revision(manifest: Manifest) -> str:
+    """The revision label of a rendered engine."""
+    return str(manifest["spec"]["template"]["metadata"]["labels"][LABEL_REVISION])

@@ -1,0 +1,54 @@
+"""Where the weights come from: the `--model` argument, volumes and environment of engines and servers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.render.context import RenderContext, digest
+from megatron_operator.render.pod import MODEL_DIR
+
+
+def _filled(ctx: RenderContext, path: str) -> str:
+    revision = ctx.spec.weights.revision if ctx.spec.weights else ""
+    return path.replace("{revision}", revision)
+
+
+def model_argument(ctx: RenderContext) -> str:
+    """`builtin:NAME`, `hf:ORG/NAME[@REVISION]`, or a path in the pod."""
+    source = ctx.spec.model.source
+    if source.builtin is not None:
+        return f"builtin:{source.builtin}"
+    if source.hugging_face is not None:
+        weights = ctx.spec.weights
+        revision = source.hugging_face.revision or (weights.revision if weights else None)
+        return f"hf:{source.hugging_face.repo}" + (f"@{revision}" if revision else "")
+    path = source.path or "/"
+    return (MODEL_DIR + _filled(ctx, path)).rstrip("/")
+
+
+def model_volumes(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    source = ctx.spec.model.source
+    if source.persistent_volume_claim is not None:
+        claim = {"claimName": source.persistent_volume_claim.claim_name, "readOnly": True}
+        return ({"name": "model", "persistentVolumeClaim": claim},)
+    if source.image is not None:
+        return ({"name": "model", "image": {"reference": source.image.reference, "pullPolicy": "IfNotPresent"}},)
+    return ()
+
+
+def model_mounts(ctx: RenderContext) -> tuple[dict[str, Any], ...]:
+    return ({"name": "model", "mountPath": MODEL_DIR, "readOnly": True},) if model_volumes(ctx) else ()
+
+
+def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
+    source = ctx.spec.model.source.hugging_face
+    if source is None or source.token_secret_ref is None:
+        return []
+    ref = source.token_secret_ref
+    return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}]
+
+
+def model_hash(ctx: RenderContext) -> str:
+    """Changes exactly when tokens of the old model may not be continued by the new one."""
+    model = ctx.spec.model
+    return digest([model_argument(ctx), model_volumes(ctx), model.format, model.dtype, model.max_sequence_length])

@@ -1,0 +1,108 @@
+"""What the pods of all components have in common: the restricted profile, writable places, keys, probes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.render.config import config_name
+from megatron_operator.render.context import (
+    LABEL_COMPONENT,
+    LABEL_INSTANCE,
+    LABEL_NAME,
+    PORT_HEALTH,
+    RenderContext,
+    labels,
+    selector,
+)
+from megatron_operator.render.merge import merge_template
+
+USER = 65532
+KEYS_DIR = "/etc/megatron/keys"
+CACHE_DIR = "/cache"
+MODEL_DIR = "/model"
+
+
+def pod_template(
+    ctx: RenderContext,
+    component: str,
+    *,
+    container: dict[str, Any],
+    grace_seconds: int,
+    keys: tuple[str, ...],
+    overlay: dict[str, Any] | None,
+    extra_labels: dict[str, str] | None = None,
+    volumes: tuple[dict[str, Any], ...] = (),
+    mounts: tuple[dict[str, Any], ...] = (),
+) -> dict[str, Any]:
+    """The pod template of a component with the resource's podTemplate merged over it.
+
+    Args:
+        container: name, args, env, ports, probes and resources of the one container.
+        grace_seconds: time from SIGTERM to SIGKILL.
+        keys: entries of the keys Secret that this component may see.
+        overlay: the component's `podTemplate`.
+    """
+    settings = ctx.settings
+    identity = {**selector(ctx, component), **(extra_labels or {})}
+    all_volumes = [{"name": "tmp", "emptyDir": {}}, {"name": "cache", "emptyDir": {}}, *volumes]
+    all_mounts = [{"name": "tmp", "mountPath": "/tmp"}, {"name": "cache", "mountPath": CACHE_DIR}, *mounts]
+    if settings.security:
+        items = [{"key": key, "path": key} for key in keys]
+        secret = {"secretName": ctx.keys_name, "defaultMode": 0o440, "items": items}
+        all_volumes.append({"name": "keys", "secret": secret})
+        all_mounts.append({"name": "keys", "mountPath": KEYS_DIR, "readOnly": True})
+    base = {
+        "metadata": {"labels": {**labels(ctx, component), **identity}},
+        "spec": {
+            "serviceAccountName": ctx.name,
+            "automountServiceAccountToken": False,
+            "enableServiceLinks": False,
+            "terminationGracePeriodSeconds": grace_seconds,
+            "securityContext": {
+                "runAsNonRoot": True,
+                "runAsUser": USER,
+                "runAsGroup": USER,
+                "fsGroup": USER,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            "containers": [
+                {
+                    "image": settings.runtime_image,
+                    "imagePullPolicy": settings.image_pull_policy,
+                    "envFrom": [{"configMapRef": {"name": config_name(ctx)}}],
+                    "securityContext": {
+                        "allowPrivilegeEscalation": False,
+                        "capabilities": {"drop": ["ALL"]},
+                        "readOnlyRootFilesystem": True,
+                    },
+                    "terminationMessagePolicy": "FallbackToLogsOnError",
+                    "volumeMounts": all_mounts,
+                    **container,
+                }
+            ],
+            "volumes": all_volumes,
+        },
+    }
+    merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
+    # Selectors match these: an overlay may add labels but not take a pod away from its owner.
+    metadata = merged.setdefault("metadata", {})
+    metadata["labels"] = {**(metadata.get("labels") or {}), **identity}
+    return merged
+
+
+def keys_args(ctx: RenderContext) -> list[str]:
+    return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
+
+
+def http_probe(path: str, port: int = PORT_HEALTH, **timing: int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": port}, "timeoutSeconds": 3, **timing}
+
+
+def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:
+    """Prefer different nodes for replicas of one component."""
+    match = {key: value for key, value in selector(ctx, component).items()}
+    assert set(match) == {LABEL_NAME, LABEL_INSTANCE, LABEL_COMPONENT}
+    term = {"topologyKey": "kubernetes.io/hostname", "labelSelector": {"matchLabels": match}}
+    weighted = {"weight": 50, "podAffinityTerm": term}
+    return {"podAntiAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": [weighted]}}

@@ -1,0 +1,80 @@
+"""Deployment `NAME-server`: the OpenAI front end."""
+
+from __future__ import annotations
+
+from megatron_operator.render.context import (
+    ANNOTATION_MODEL,
+    PORT_CLIENT,
+    PORT_HTTP,
+    SERVER,
+    Manifest,
+    RenderContext,
+    child,
+    seal,
+    selector,
+)
+from megatron_operator.render.model_source import model_argument, model_env, model_hash, model_mounts, model_volumes
+from megatron_operator.render.pod import anti_affinity, http_probe, keys_args, pod_template
+
+KEYS = ("client.key", "client.pub", "server.pub")
+API_KEYS_DIR = "/etc/megatron/api-keys"
+
+
+def server_args(ctx: RenderContext) -> list[str]:
+    server = ctx.spec.server
+    args = [
+        "server",
+        *("--coordinator", ctx.coordinator_address(PORT_CLIENT)),
+        *("--model", model_argument(ctx)),
+        *("--model-name", ctx.model_name),
+        *("--host", "0.0.0.0"),
+        *("--port", str(PORT_HTTP)),
+        *keys_args(ctx),
+        *("--drain-seconds", str(ctx.spec.lifecycle.drain_seconds)),
+    ]
+    if server.api_keys_secret_ref is not None:
+        args += ["--api-keys-file", f"{API_KEYS_DIR}/keys"]
+    if server.tool_call_parser is not None:
+        args += ["--tool-call-parser", server.tool_call_parser]
+    return args
+
+
+def server_deployment(ctx: RenderContext) -> Manifest:
+    server, drain = ctx.spec.server, ctx.spec.lifecycle.drain_seconds
+    volumes, mounts = model_volumes(ctx), model_mounts(ctx)
+    if server.api_keys_secret_ref is not None:
+        ref = server.api_keys_secret_ref
+        secret = {"secretName": ref.name, "defaultMode": 0o440, "items": [{"key": ref.key, "path": "keys"}]}
+        volumes = (*volumes, {"name": "api-keys", "secret": secret})
+        mounts = (*mounts, {"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
+    container = {
+        "name": SERVER,
+        "args": server_args(ctx),
+        "env": model_env(ctx),
+        "ports": [{"name": "http", "containerPort": PORT_HTTP}],
+        "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+        "startupProbe": http_probe("/livez", PORT_HTTP, periodSeconds=1, failureThreshold=300),
+        "readinessProbe": http_probe("/readyz", PORT_HTTP, periodSeconds=2, failureThreshold=2),
+        "livenessProbe": http_probe("/livez", PORT_HTTP, periodSeconds=10, failureThreshold=6),
+    }
+    template = pod_template(
+        ctx,
+        SERVER,
+        container=container,
+        grace_seconds=drain + 15,
+        keys=KEYS,
+        overlay=server.pod_template,
+        volumes=volumes,
+        mounts=mounts,
+    )
+    template["spec"].setdefault("affinity", anti_affinity(ctx, SERVER))
+    spec = {
+        "replicas": server.replicas,
+        "strategy": {"type": "RollingUpdate", "rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}},
+        "selector": {"matchLabels": selector(ctx, SERVER)},
+        "template": template,
+        "revisionHistoryLimit": 2,
+    }
+    manifest = child(ctx, "Deployment", ctx.server_name, api_version="apps/v1", component=SERVER, spec=spec)
+    manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
+    return seal(manifest)

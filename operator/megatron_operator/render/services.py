@@ -1,0 +1,55 @@
+"""Services: the front door `NAME`, `NAME-coordinator`, and a headless one for the ranks of each engine."""
+
+from __future__ import annotations
+
+from megatron_operator.render.context import (
+    COORDINATOR,
+    ENGINE,
+    LABEL_ENGINE,
+    PORT_ADMIN,
+    PORT_CLIENT,
+    PORT_ENGINE,
+    PORT_HEALTH,
+    PORT_HTTP,
+    PORT_RENDEZVOUS,
+    SERVER,
+    Manifest,
+    RenderContext,
+    child,
+    seal,
+    selector,
+)
+
+
+def front_service(ctx: RenderContext) -> Manifest:
+    spec = {
+        "selector": selector(ctx, SERVER),
+        "ports": [{"name": "http", "port": 80, "targetPort": PORT_HTTP, "appProtocol": "http"}],
+    }
+    return seal(child(ctx, "Service", ctx.name, component=SERVER, spec=spec))
+
+
+def coordinator_service(ctx: RenderContext) -> Manifest:
+    ports = [("client", PORT_CLIENT), ("engine", PORT_ENGINE), ("admin", PORT_ADMIN), ("health", PORT_HEALTH)]
+    spec = {
+        "selector": selector(ctx, COORDINATOR),
+        "ports": [{"name": name, "port": port, "targetPort": port} for name, port in ports],
+    }
+    return seal(child(ctx, "Service", ctx.coordinator_name, component=COORDINATOR, spec=spec))
+
+
+def engine_service(ctx: RenderContext, index: int) -> Manifest:
+    """Names for the ranks of an engine, which must find each other before any of them is ready."""
+    name = ctx.engine_name(index)
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": {**selector(ctx, ENGINE), LABEL_ENGINE: name},
+        "ports": [
+            {"name": "health", "port": PORT_HEALTH, "targetPort": PORT_HEALTH},
+            {"name": "rendezvous", "port": PORT_RENDEZVOUS, "targetPort": PORT_RENDEZVOUS},
+        ],
+    }
+    manifest = child(ctx, "Service", name, component=ENGINE, spec=spec)
+    manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
+    return seal(manifest)
