@@ -1,0 +1,79 @@
+"""kubectl as a function: what the demo and the end-to-end tests do to a cluster, they do as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESOURCE = "megatroninferences.inference.megatron.dev"
+
+
+class CommandError(RuntimeError):
+    """A command failed. Carries what it printed."""
+
+    def __init__(self, command: list[str], status: int, output: str) -> None:
+        super().__init__(f"{' '.join(command)}\nexit status {status}\n{output.strip()}")
+        self.output = output
+
+
+@dataclass(frozen=True)
+class Kubectl:
+    """kubectl bound to one cluster and namespace.
+
+    kubeconfig: None uses the user's current context.
+    """
+
+    executable: str = "kubectl"
+    kubeconfig: Path | None = None
+    namespace: str = "default"
+    environment: Mapping[str, str] = field(default_factory=lambda: dict(os.environ))
+
+    def in_namespace(self, namespace: str) -> Kubectl:
+        return Kubectl(self.executable, self.kubeconfig, namespace, self.environment)
+
+    def command(self, *arguments: str) -> list[str]:
+        kubeconfig = ["--kubeconfig", str(self.kubeconfig)] if self.kubeconfig else []
+        return [self.executable, *kubeconfig, "--namespace", self.namespace, *arguments]
+
+    def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = 120) -> str:
+        """Run and return standard output. Raises CommandError with everything it printed."""
+        command = self.command(*arguments)
+        done = subprocess.run(
+            command, input=stdin, capture_output=True, text=True, timeout=timeout, env=self.environment, check=False
+        )
+        if done.returncode:
+            raise CommandError(command, done.returncode, done.stdout + done.stderr)
+        return done.stdout
+
+    def json(self, *arguments: str) -> Any:
+        return json.loads(self("get", *arguments, "-o", "json"))
+
+    def apply(self, manifest: Mapping[str, Any] | str) -> str:
+        text = manifest if isinstance(manifest, str) else json.dumps(manifest)
+        return self("apply", "-f", "-", stdin=text)
+
+    def patch_spec(self, name: str, **spec: Any) -> str:
+        return self("patch", "mi", name, "--type", "merge", "-p", json.dumps({"spec": spec}))
+
+    def wait(self, what: str, condition: str, *, seconds: float) -> str:
+        """Wait for a condition by watching. `condition` is as in `kubectl wait --for`."""
+        return self("wait", what, f"--for={condition}", f"--timeout={seconds:g}s", timeout=seconds + 15)
+
+    def wait_state(self, name: str, state: str, *, seconds: float = 60) -> dict[str, Any]:
+        """Wait until status.state is `state` and return the status."""
+        self.wait(f"mi/{name}", f"jsonpath={{.status.state}}={state}", seconds=seconds)
+        status: dict[str, Any] = self.json("mi", name)["status"]
+        return status
+
+    def cluster_ip(self, service: str) -> str:
+        return str(self.json("service", service)["spec"]["clusterIP"])
+
+    def events(self, name: str) -> list[dict[str, Any]]:
+        """Events about the resource `name`, oldest first."""
+        items = self.json("events", "--field-selector", f"involvedObject.kind=MegatronInference,involvedObject.name={name}")
+        return sorted(items["items"], key=lambda event: event["metadata"]["creationTimestamp"])
