@@ -29,9 +29,9 @@ def section(model: type[T], description: str) -> Any:
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
-def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, str]:
+def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:
     """One entry of `x-kubernetes-validations`. `expression` is CEL that yields the message with the offending value."""
-    entry = {"rule": rule, "message": message}
+    entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression
     if field_path is not None:

@@ -1,0 +1,53 @@
+"""From what a kubelet or scheduler says about a pod to a reason and one sentence with a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.plan.world import PodView
+
+_PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
+_CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
+_LAST_WORDS = 400
+"""Characters of a termination message that a status keeps."""
+
+
+def _last_words(pod: PodView) -> str:
+    text = " ".join(pod.last_message.split())
+    return f": …{text[-_LAST_WORDS:]}" if len(text) > _LAST_WORDS else (f": {text}" if text else "")
+
+
+def diagnose(pod: PodView) -> tuple[Reason, str] | None:
+    """What is wrong with a pod, or None while it merely starts or runs."""
+    if pod.deleting or pod.ready:
+        return None
+    said = f": {pod.message}" if pod.message else ""
+    if pod.reason in _PULL:
+        return Reason.IMAGE_PULL_FAILED, f"pod {pod.name}: {pod.reason}{said}; check the image's name and pull secrets"
+    if pod.reason in _CONFIG:
+        return Reason.CONTAINER_CONFIG_ERROR, f"pod {pod.name}: {pod.reason}{said}"
+    if pod.reason in ("Unschedulable", "SchedulingGated"):
+        return Reason.UNSCHEDULABLE, f"pod {pod.name} has no node{said}"
+    ended = pod.exit_code is not None
+    if ended and pod.exit_reason == "OOMKilled":
+        return Reason.OUT_OF_MEMORY, (
+            f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
+            "in podTemplate or lower batching.kvCacheMemory"
+        )
+    crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2
+    if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
+        return Reason.CRASH_LOOPING, (
+            f"pod {pod.name}: its container ended with exit code {pod.exit_code} ({pod.restarts} restarts)"
+            f"{_last_words(pod)}"
+        )
+    return None
+
+
+def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
+    """The diagnosis of the first pod, by name, that has one."""
+    for pod in sorted(pods, key=lambda pod: pod.name):
+        found = diagnose(pod)
+        if found is not None:
+            return found
+    return None

@@ -1,0 +1,99 @@
+"""From objects as the API server returns them to the views of a World. Pure; shared by every observer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from megatron_operator.plan.world import ChildRef, ChildView, PodView
+from megatron_operator.render.context import (
+    ANNOTATION_HASH,
+    ANNOTATION_MODEL,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+)
+
+Object = Mapping[str, Any]
+
+
+def child_ref(obj: Object) -> ChildRef:
+    """Names an object; works on manifests too."""
+    return ChildRef(kind=obj["kind"], name=obj["metadata"]["name"], api_version=obj["apiVersion"])
+
+
+def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> ChildView:
+    """A child object as decisions see it. `apiVersion` and `kind` must be set (list items lack them)."""
+    metadata, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+    annotations = metadata.get("annotations") or {}
+    template = spec.get("template") or {}
+    return ChildView(
+        ref=child_ref(obj),
+        uid=metadata.get("uid", ""),
+        owned=any(ref.get("uid") == owner_uid for ref in metadata.get("ownerReferences") or ()),
+        deleting=metadata.get("deletionTimestamp") is not None,
+        hash=annotations.get(ANNOTATION_HASH, ""),
+        revision=((template.get("metadata") or {}).get("labels") or {}).get(LABEL_REVISION, ""),
+        model_hash=annotations.get(ANNOTATION_MODEL, ""),
+        replicas=int(spec.get("replicas") or 0),
+        ready_replicas=int(status.get("readyReplicas") or 0),
+        verified=verified,
+    )
+
+
+def _condition(status: Object, kind: str) -> Object | None:
+    return next((entry for entry in status.get("conditions") or () if entry.get("type") == kind), None)
+
+
+def _waiting(status: Object) -> tuple[str, str]:
+    """Reason and message of the first container that waits, or of the scheduler."""
+    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+    for container in containers:
+        waiting = (container.get("state") or {}).get("waiting")
+        if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return str(waiting["reason"]), str(waiting.get("message") or "")
+    scheduled = _condition(status, "PodScheduled")
+    if scheduled is not None and scheduled.get("status") == "False":
+        return str(scheduled.get("reason") or "Unschedulable"), str(scheduled.get("message") or "")
+    return str(status.get("reason") or ""), str(status.get("message") or "")
+
+
+def _last_end(status: Object) -> Object | None:
+    """The most recent termination of any container."""
+    ends: list[Object] = []
+    for container in status.get("containerStatuses") or ():
+        for when in ("state", "lastState"):
+            ended = (container.get(when) or {}).get("terminated")
+            if ended:
+                ends.append(ended)
+    return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
+
+
+def reduce_pod(obj: Object) -> PodView:
+    """A pod as decisions see it."""
+    metadata, status = obj["metadata"], obj.get("status") or {}
+    labels = metadata.get("labels") or {}
+    ready = _condition(status, "Ready")
+    reason, message = _waiting(status)
+    ended = _last_end(status) or {}
+    created = metadata.get("creationTimestamp")
+    return PodView(
+        name=metadata["name"],
+        uid=metadata.get("uid", ""),
+        component=labels.get(LABEL_COMPONENT, ""),
+        engine=labels.get(LABEL_ENGINE, ""),
+        index=int(labels.get(LABEL_POD_INDEX) or 0),
+        phase=str(status.get("phase") or "Pending"),
+        ready=ready is not None and ready.get("status") == "True",
+        deleting=metadata.get("deletionTimestamp") is not None,
+        revision=labels.get(LABEL_REVISION, ""),
+        restarts=sum(int(entry.get("restartCount") or 0) for entry in status.get("containerStatuses") or ()),
+        reason=reason,
+        message=message,
+        exit_code=ended.get("exitCode"),
+        exit_reason=str(ended.get("reason") or ""),
+        last_message=str(ended.get("message") or ""),
+        created_at=datetime.fromisoformat(created.replace("Z", "+00:00")) if isinstance(created, str) else created,
+    )
