@@ -75,5 +75,7 @@ class Kubectl:
 
     def events(self, name: str) -> list[dict[str, Any]]:
         """Events about the resource `name`, oldest first."""
-        items = self.json("events", "--field-selector", f"involvedObject.kind=MegatronInference,involvedObject.name={name}")
+        items = self.json(
+            "events", "--field-selector", f"involvedObject.kind=MegatronInference,involvedObject.name={name}"
+        )
         return sorted(items["items"], key=lambda event: event["metadata"]["creationTimestamp"])

@@ -1,0 +1,107 @@
+"""`python -m localcluster`: the cluster on the command line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from localcluster import processes
+from localcluster.cluster import LocalCluster
+from localcluster.errors import ClusterError
+from localcluster.settings import Options
+
+
+class _Group(click.Group):
+    """Shows a `ClusterError` as a message, not as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> object:
+        try:
+            return super().invoke(ctx)
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from error
+
+
+def _cluster_options(command: click.decorators.FC) -> click.decorators.FC:
+    command = click.option("--name", default="cluster", show_default=True, help="Name: state in build/NAME.")(command)
+    path = click.Path(file_okay=False, path_type=Path)
+    return click.option("--root", type=path, help="Folder of the state folders, instead of build/.")(command)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+def main() -> None:
+    """A real one-node Kubernetes on this machine, for demos and tests."""
+
+
+@main.command()
+@_cluster_options
+@click.option("--control-plane-only", is_flag=True, help="etcd, API server and controller manager; no pods run.")
+@click.option(
+    "--api-port", type=click.IntRange(1, 65535), help="Port of the API server [default: 6443, or a free one]."
+)
+@click.option("--pod-subnet", help="IPv4 network of node and pods [default: 10.88.0.0/16, or a free one].")
+@click.option("--service-subnet", help="IPv4 network of Services [default: 10.96.0.0/16, or a free one].")
+def up(
+    name: str,
+    root: Path | None,
+    control_plane_only: bool,
+    api_port: int | None,
+    pod_subnet: str | None,
+    service_subnet: str | None,
+) -> None:
+    """Start the cluster, or heal it: what runs is left alone."""
+    options = Options(api_port, pod_subnet, service_subnet)
+    LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up()
+
+
+@main.command()
+@_cluster_options
+@click.option("--purge", is_flag=True, help="Remove images, logs and the state folder too.")
+def down(name: str, root: Path | None, purge: bool) -> None:
+    """Stop the cluster and remove its processes, mounts, bridge and iptables rules."""
+    LocalCluster(name=name, root=root).down(purge=purge)
+
+
+@main.command()
+@_cluster_options
+def status(name: str, root: Path | None) -> None:
+    """Show the components; exits 1 unless all are ready."""
+    cluster = LocalCluster(name=name, root=root)
+    found = cluster.status()
+    table = Table("COMPONENT", "PID", "READY", box=None)
+    for component in found:
+        table.add_row(component.name, str(component.pid or "-"), "yes" if component.ready else "no")
+    Console().print(table if found else f"cluster {name!r} is down")
+    if found:
+        click.echo(f"export KUBECONFIG={cluster.kubeconfig}")
+    if not found or not all(component.ready for component in found):
+        raise SystemExit(1)
+
+
+@main.command()
+@_cluster_options
+@click.argument("component", required=False)
+@click.option("--follow", "-f", is_flag=True, help="Keep printing.")
+def logs(name: str, root: Path | None, component: str | None, follow: bool) -> None:
+    """Print the log of COMPONENT, or name the logs there are."""
+    layout = LocalCluster(name=name, root=root).layout
+    if component is None:
+        for log in sorted(layout.logs.glob("*.log")):
+            click.echo(f"{log.stem:32} {log}")
+        return
+    path = processes.log_path(component, layout)
+    if not path.exists():
+        raise ClusterError(f"no log of {component!r}; `python -m localcluster logs` names them")
+    sys.exit(subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(path)]))
+
+
+@main.command("program")
+@_cluster_options
+@click.argument("program")
+def program_(name: str, root: Path | None, program: str) -> None:
+    """Print the path of PROGRAM (kubectl, helm), building it first when needed."""
+    click.echo(LocalCluster(name=name, root=root).program(program))

@@ -1,0 +1,186 @@
+"""The cluster as one object: up, down, status. Each is idempotent and may be interrupted anywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from localcluster import components, controlplane, node, packages, ports, probe, processes, programs, sweep
+from localcluster import settings as config
+from localcluster.errors import ClusterError
+from localcluster.progress import Steps
+from localcluster.settings import Layout, Options, Settings
+from localcluster.shell import run
+
+POD_SUBNETS = ("10.88.0.0/16", "10.188.0.0/16", "172.30.0.0/16", "192.168.240.0/20")
+SERVICE_SUBNETS = ("10.96.0.0/16", "10.196.0.0/16", "172.31.0.0/16", "192.168.224.0/20")
+
+
+@dataclass(frozen=True)
+class ComponentStatus:
+    name: str
+    pid: int | None
+    ready: bool
+
+
+class LocalCluster:
+    """A real Kubernetes of one node on this machine.
+
+    Args:
+        name: names the state folder `build/<name>`; clusters of different names live side by side, at most one of
+            them with a node (its service rules are the machine's).
+        control_plane_only: etcd, API server and controller manager; pods are accepted and never run. Needs no root
+            once etcd and openssl are installed.
+        options: ports and networks.
+        root: the folder that holds state folders, `build/` in the repository by default.
+        steps: where progress goes; standard error by default.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str = "cluster",
+        control_plane_only: bool = False,
+        options: Options | None = None,
+        root: Path | None = None,
+        steps: Steps | None = None,
+    ) -> None:
+        self.name = name
+        self.control_plane_only = control_plane_only
+        self.layout: Layout = config.layout_for(name, root=root)
+        self._options = options or Options()
+        self._steps = steps or Steps()
+
+    @property
+    def kubeconfig(self) -> Path:
+        """The admin's client configuration; it exists after `up`."""
+        return self.layout.kubeconfig
+
+    @property
+    def kubectl(self) -> Path:
+        """The kubectl of this cluster's version; it exists after `up`."""
+        return self.layout.bin / "kubectl"
+
+    @property
+    def settings(self) -> Settings:
+        """Addresses and ports; an error before the first `up`."""
+        settings = config.load(self.layout)
+        if settings is None:
+            raise ClusterError(f"cluster {self.name!r} is not up: run `python -m localcluster up --name {self.name}`")
+        return settings
+
+    def up(self) -> None:
+        """Brings the cluster up from whatever is there: nothing, a half, a killed one, a running one."""
+        steps = self._steps
+        self._preflight()
+        packages.ensure(packages.CONTROL_PLANE if self.control_plane_only else packages.NODE, steps)
+        built = programs.ensure(programs.CONTROL_PLANE if self.control_plane_only else programs.NODE, steps)
+        with self._locked():
+            settings = self._settle()
+            with steps.step("certificates and configuration"):
+                controlplane.configure(settings, self.layout)
+                self._link(built, "kubectl")
+            controlplane.up(settings, self.layout, built, steps)
+            if not self.control_plane_only:
+                node.up(settings, self.layout, built, steps)
+        steps.say(f"cluster {self.name!r} is up: export KUBECONFIG={self.kubeconfig}")
+
+    def down(self, *, purge: bool = False) -> None:
+        """Removes the cluster and every trace on the machine; with `purge`, also its images and logs."""
+        with self._locked():
+            sweep.down(self.name, self.layout, self._steps, purge=purge)
+
+    def status(self) -> list[ComponentStatus]:
+        """Each component, whether it runs and whether it serves; empty when the cluster is down."""
+        settings = config.load(self.layout)
+        if settings is None:
+            return []
+        built = Path()
+        expected = controlplane.expected(settings, self.layout, built)
+        if not settings.control_plane_only:
+            expected += node.expected(settings, self.layout, built)
+        return [self._component_status(component) for component in expected]
+
+    def program(self, name: str) -> Path:
+        """The path of a program of the node's version (kubectl, helm), built when absent and linked into the state."""
+        if name not in programs.PACKAGES:
+            raise ClusterError(f"program {name!r} is unknown; there are {', '.join(programs.PACKAGES)}")
+        return self._link(programs.ensure([name], self._steps), name)
+
+    def run_kubectl(
+        self, *arguments: str, stdin: str | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[str]:
+        """kubectl against this cluster; with `check`, a failure raises with what it said."""
+        return run([self.kubectl, "--kubeconfig", self.kubeconfig, *arguments], stdin=stdin, check=check)
+
+    def _component_status(self, component: components.Component) -> ComponentStatus:
+        record = processes.running(component.name, self.layout)
+        ready = record is not None and (
+            component.ready_url is None or probe.answers(component.ready_url, self.layout.pki)
+        )
+        return ComponentStatus(component.name, record.pid if record else None, ready)
+
+    def _preflight(self) -> None:
+        if sys.platform != "linux":
+            raise ClusterError(f"the embedded cluster runs on Linux, not on {sys.platform}: use CLUSTER=current")
+        if not self.control_plane_only and os.geteuid() != 0:
+            raise ClusterError(
+                "the embedded node needs root for containers, the bridge and iptables: run it with sudo, or use a "
+                "cluster of your own with CLUSTER=current"
+            )
+
+    def _settle(self) -> Settings:
+        """The settings of the existing cluster, healed where the machine has changed, or those of a new one."""
+        settings = config.load(self.layout)
+        if settings is not None:
+            clashes = config.contradictions(settings, self._options, control_plane_only=self.control_plane_only)
+            if clashes:
+                raise ClusterError(f"cluster {self.name!r} exists, and its {'; its '.join(clashes)}: `down` it first")
+            if not processes.owned_pids(self.layout.state) and not all(map(ports.is_free, settings.ports.values())):
+                settings = replace(settings, ports=ports.allocate(self._options))
+        else:
+            sweep.end_processes(self.layout, self._steps)
+            settings = self._new_settings()
+        config.save(settings, self.layout)
+        return settings
+
+    def _new_settings(self) -> Settings:
+        base = Settings(self.name, self.control_plane_only, ports.allocate(self._options))
+        if self.control_plane_only:
+            pods = self._options.pod_subnet or POD_SUBNETS[0]
+            services = self._options.service_subnet or SERVICE_SUBNETS[0]
+        else:
+            networks = ports.local_networks(ignore_device=base.bridge)
+            pods = ports.choose_subnet("--pod-subnet", self._options.pod_subnet, POD_SUBNETS, networks)
+            services = ports.choose_subnet("--service-subnet", self._options.service_subnet, SERVICE_SUBNETS, networks)
+        return replace(
+            base,
+            pod_subnet=config.check_subnet("--pod-subnet", pods),
+            service_subnet=config.check_subnet("--service-subnet", services),
+        )
+
+    def _link(self, built: Path, program: str) -> Path:
+        self.layout.bin.mkdir(parents=True, exist_ok=True)
+        link = self.layout.bin / program
+        if not link.is_symlink() or link.readlink() != built / program:
+            link.unlink(missing_ok=True)
+            link.symlink_to(built / program)
+        return link
+
+    @contextlib.contextmanager
+    def _locked(self) -> Iterator[None]:
+        """One launcher at a time per cluster; the kernel drops the lock of a killed one."""
+        self.layout.state.parent.mkdir(parents=True, exist_ok=True)
+        with (self.layout.state.parent / f".{self.name}.lock").open("w") as handle:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                with self._steps.step(f"wait for another launcher of cluster {self.name!r}"):
+                    fcntl.flock(handle, fcntl.LOCK_EX)
+            yield

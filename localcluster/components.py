@@ -1,0 +1,174 @@
+"""The cluster's processes: what each is called, its command line, and how it tells that it is ready."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster.render import Machine
+from localcluster.settings import Layout, Settings
+
+
+@dataclass(frozen=True)
+class Component:
+    """One process.
+
+    Attributes:
+        name: names its log and its record.
+        argv: the whole command line; it always names a path below the state folder, by which the process is
+            recognised as this cluster's even when its record is lost.
+        ready_url: answers 200 when the component serves; over TLS it is asked with the admin certificate.
+        files: configuration whose change needs a restart.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    ready_url: str | None = None
+    files: tuple[Path, ...] = ()
+
+
+# Every program that may run on the cluster's behalf. A process is ended only if it is one of these.
+PROGRAM_NAMES = frozenset(
+    {
+        "etcd",
+        "kube-apiserver",
+        "kube-controller-manager",
+        "kube-scheduler",
+        "kubelet",
+        "kube-proxy",
+        "coredns",
+        "containerd",
+        "containerd-shim-runc-v2",
+        "runc",
+    }
+)
+
+
+def etcd(settings: Settings, layout: Layout) -> Component:
+    """Without fsync: a cluster that is made again in seconds has no use for durability across a power cut."""
+    client = f"http://127.0.0.1:{settings.ports['etcd']}"
+    peer = f"http://127.0.0.1:{settings.ports['etcd-peer']}"
+    argv = (
+        shutil.which("etcd") or "etcd",
+        f"--name={settings.name}",
+        f"--data-dir={layout.etcd}",
+        f"--listen-client-urls={client}",
+        f"--advertise-client-urls={client}",
+        f"--listen-peer-urls={peer}",
+        f"--initial-advertise-peer-urls={peer}",
+        f"--initial-cluster={settings.name}={peer}",
+        "--unsafe-no-fsync",
+        "--quota-backend-bytes=4294967296",
+    )
+    return Component("etcd", argv, ready_url=f"{client}/health")
+
+
+def apiserver(settings: Settings, layout: Layout, programs: Path) -> Component:
+    alone = settings.control_plane_only
+    pki = layout.pki
+    argv = (
+        str(programs / "kube-apiserver"),
+        f"--etcd-servers=http://127.0.0.1:{settings.ports['etcd']}",
+        f"--bind-address={'127.0.0.1' if alone else '0.0.0.0'}",
+        f"--advertise-address={settings.node_ip}",
+        f"--secure-port={settings.ports['apiserver']}",
+        f"--tls-cert-file={pki / 'apiserver.crt'}",
+        f"--tls-private-key-file={pki / 'apiserver.key'}",
+        f"--client-ca-file={pki / 'ca.crt'}",
+        f"--cert-dir={pki}",
+        "--service-account-issuer=https://kubernetes.default.svc.cluster.local",
+        f"--service-account-key-file={pki / 'service-account.crt'}",
+        f"--service-account-signing-key-file={pki / 'service-account.key'}",
+        f"--service-cluster-ip-range={settings.service_subnet}",
+        "--authorization-mode=Node,RBAC",
+        "--enable-admission-plugins=NodeRestriction",
+        "--allow-privileged=true",
+        f"--kubelet-certificate-authority={pki / 'ca.crt'}",
+        f"--kubelet-client-certificate={pki / 'apiserver-kubelet-client.crt'}",
+        f"--kubelet-client-key={pki / 'apiserver-kubelet-client.key'}",
+        "--kubelet-preferred-address-types=InternalIP",
+        f"--endpoint-reconciler-type={'none' if alone else 'lease'}",
+    )
+    return Component("kube-apiserver", argv, ready_url=f"{settings.api_url}/readyz")
+
+
+def controller_manager(settings: Settings, layout: Layout, programs: Path) -> Component:
+    port = settings.ports["controller-manager"]
+    config = layout.client_config("controller-manager")
+    argv = (
+        str(programs / "kube-controller-manager"),
+        f"--kubeconfig={config}",
+        f"--authentication-kubeconfig={config}",
+        f"--authorization-kubeconfig={config}",
+        f"--service-account-private-key-file={layout.pki / 'service-account.key'}",
+        f"--root-ca-file={layout.pki / 'ca.crt'}",
+        f"--cert-dir={layout.pki}",
+        f"--cluster-cidr={settings.pod_subnet}",
+        "--use-service-account-credentials",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+    )
+    return Component("kube-controller-manager", argv, ready_url=f"https://127.0.0.1:{port}/healthz", files=(config,))
+
+
+def scheduler(settings: Settings, layout: Layout, programs: Path) -> Component:
+    port = settings.ports["scheduler"]
+    config = layout.client_config("scheduler")
+    argv = (
+        str(programs / "kube-scheduler"),
+        f"--kubeconfig={config}",
+        f"--authentication-kubeconfig={config}",
+        f"--authorization-kubeconfig={config}",
+        f"--cert-dir={layout.pki}",
+        "--leader-elect=false",
+        "--bind-address=127.0.0.1",
+        f"--secure-port={port}",
+    )
+    return Component("kube-scheduler", argv, ready_url=f"https://127.0.0.1:{port}/healthz", files=(config,))
+
+
+def containerd(layout: Layout) -> Component:
+    config = layout.config / "containerd.toml"
+    argv = (shutil.which("containerd") or "containerd", "--config", str(config))
+    return Component("containerd", argv, files=(config,))
+
+
+def kubelet(settings: Settings, layout: Layout, programs: Path) -> Component:
+    config = layout.config / "kubelet.yaml"
+    argv = (
+        str(programs / "kubelet"),
+        f"--config={config}",
+        f"--kubeconfig={layout.client_config('kubelet')}",
+        f"--root-dir={layout.kubelet}",
+        f"--cert-dir={layout.pki}",
+        f"--hostname-override={settings.node_name}",
+        f"--node-ip={settings.node_ip}",
+    )
+    health = f"http://127.0.0.1:{settings.ports['kubelet-healthz']}/healthz"
+    return Component("kubelet", argv, ready_url=health, files=(config,))
+
+
+def proxy(settings: Settings, layout: Layout, machine: Machine, programs: Path) -> Component:
+    health = f"127.0.0.1:{settings.ports['proxy-healthz']}"
+    argv = (
+        str(programs / "kube-proxy"),
+        f"--kubeconfig={layout.client_config('proxy')}",
+        "--proxy-mode=iptables",
+        f"--cluster-cidr={settings.pod_subnet}",
+        f"--hostname-override={settings.node_name}",
+        "--conntrack-max-per-core=0",
+        "--conntrack-tcp-timeout-established=0",
+        "--conntrack-tcp-timeout-close-wait=0",
+        f"--oom-score-adj={-999 if machine.may_lower_oom_score else 0}",
+        f"--healthz-bind-address={health}",
+        f"--metrics-bind-address=127.0.0.1:{settings.ports['proxy-metrics']}",
+    )
+    return Component("kube-proxy", argv, ready_url=f"http://{health}/healthz")
+
+
+def coredns(settings: Settings, layout: Layout, programs: Path) -> Component:
+    config = layout.config / "Corefile"
+    health = f"http://127.0.0.1:{settings.ports['coredns-health']}/health"
+    return Component("coredns", (str(programs / "coredns"), "-conf", str(config)), ready_url=health, files=(config,))

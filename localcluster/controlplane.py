@@ -1,0 +1,65 @@
+"""etcd, the API server and the controller manager: what every cluster has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from localcluster import components, pki, probe, processes, render
+from localcluster.components import Component
+from localcluster.progress import Steps
+from localcluster.settings import Layout, Settings
+
+CLIENTS = ("controller-manager", "scheduler", "kubelet", "proxy", "coredns")
+START_SECONDS = 90.0
+
+
+def write(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    partial.touch(mode=mode)
+    partial.chmod(mode)
+    partial.write_text(text)
+    partial.replace(path)
+
+
+def configure(settings: Settings, layout: Layout) -> None:
+    """Certificates and client configurations."""
+    pki.ensure(settings, layout)
+    for identity in CLIENTS:
+        write(layout.client_config(identity), render.kubeconfig(settings, layout, identity=identity))
+    write(layout.kubeconfig, render.kubeconfig(settings, layout, identity="admin"))
+
+
+def start(component: Component, layout: Layout, steps: Steps, *, ready: Callable[[], bool] | None = None) -> None:
+    """Starts one component unless it runs, and waits until it serves."""
+
+    def answers() -> bool:
+        if ready is not None:
+            return ready()
+        return component.ready_url is None or probe.answers(component.ready_url, layout.pki)
+
+    with steps.step(component.name) as step:
+        started = processes.ensure(component, layout)
+        processes.wait_ready(component, layout, answers, seconds=START_SECONDS)
+        step.note("ready" if started else "was running")
+
+
+def up(settings: Settings, layout: Layout, programs: Path, steps: Steps) -> None:
+    """Brings the control plane to the point where a pod could be created."""
+    start(components.etcd(settings, layout), layout, steps)
+    start(components.apiserver(settings, layout, programs), layout, steps)
+    manager = components.controller_manager(settings, layout, programs)
+    start(manager, layout, steps)
+    account = f"{settings.api_url}/api/v1/namespaces/default/serviceaccounts/default"
+    processes.wait_ready(manager, layout, lambda: probe.answers(account, layout.pki), seconds=START_SECONDS)
+
+
+def expected(settings: Settings, layout: Layout, programs: Path) -> list[Component]:
+    """The components of a control plane, in the order of their start."""
+    return [
+        components.etcd(settings, layout),
+        components.apiserver(settings, layout, programs),
+        components.controller_manager(settings, layout, programs),
+    ]

@@ -1,0 +1,72 @@
+"""Finding ports and addresses that nobody uses."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import json
+import socket
+from collections.abc import Iterable
+
+from localcluster.errors import ClusterError
+from localcluster.settings import PORT_NAMES, PREFERRED_PORTS, Options
+from localcluster.shell import run
+
+
+def is_free(port: int) -> bool:
+    """Whether a server could listen on `port` on every address."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("0.0.0.0", port))
+        except OSError:
+            return False
+        return True
+
+
+def allocate(options: Options) -> dict[str, int]:
+    """A free port for each name: the asked or preferred one, or one of the system's choice."""
+    if options.api_port is not None and not is_free(options.api_port):
+        raise ClusterError(f"--api-port={options.api_port} is taken; give another, or leave it out to get a free one")
+    ports: dict[str, int] = {}
+    with contextlib.ExitStack() as held:
+        for name in PORT_NAMES:
+            preferred = PREFERRED_PORTS.get(name, 0)
+            if name == "apiserver" and options.api_port is not None:
+                preferred = options.api_port
+            # Held until all are chosen, so that no port is given twice.
+            holder = held.enter_context(socket.socket())
+            holder.bind(("127.0.0.1", preferred if preferred and is_free(preferred) else 0))
+            ports[name] = holder.getsockname()[1]
+    return ports
+
+
+def local_networks(*, ignore_device: str) -> list[tuple[str, ipaddress.IPv4Network]]:
+    """The IPv4 networks this machine routes to, except the default and those of `ignore_device`."""
+    routes = json.loads(run(["ip", "-json", "-4", "route", "show"]).stdout or "[]")
+    return [
+        (route.get("dev", "?"), ipaddress.IPv4Network(route["dst"], strict=False))
+        for route in routes
+        if route["dst"] != "default" and route.get("dev") != ignore_device
+    ]
+
+
+def overlaps(subnet: str, networks: Iterable[tuple[str, ipaddress.IPv4Network]]) -> str | None:
+    """The device whose network shares addresses with `subnet`."""
+    wanted = ipaddress.IPv4Network(subnet)
+    return next((device for device, network in networks if network.overlaps(wanted)), None)
+
+
+def choose_subnet(
+    option: str, asked: str | None, candidates: Iterable[str], networks: list[tuple[str, ipaddress.IPv4Network]]
+) -> str:
+    """The asked subnet, or the first candidate that clashes with nothing."""
+    if asked is not None:
+        device = overlaps(asked, networks)
+        if device is not None:
+            raise ClusterError(f"{option}={asked} overlaps a network of {device}; give another")
+        return asked
+    for candidate in candidates:
+        if overlaps(candidate, networks) is None:
+            return candidate
+    raise ClusterError(f"every default for {option} overlaps a network of this machine; give {option}")

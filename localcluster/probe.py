@@ -1,0 +1,34 @@
+"""Asking a component over HTTP whether it is ready."""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import urllib.parse
+from pathlib import Path
+
+
+def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
+    """Whether `url` answers 200. Over TLS the client is the cluster's admin.
+
+    The serving certificates of controller manager and scheduler are self-signed: on loopback, with the answer's status
+    all that is read, the server's identity is not checked.
+    """
+    parts = urllib.parse.urlsplit(url)
+    host, port = parts.hostname or "", parts.port or 0
+    connection: http.client.HTTPConnection
+    if parts.scheme == "https":
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.load_cert_chain(pki / "admin.crt", pki / "admin.key")
+        connection = http.client.HTTPSConnection(host, port, timeout=timeout, context=context)
+    else:
+        connection = http.client.HTTPConnection(host, port, timeout=timeout)
+    try:
+        connection.request("GET", parts.path)
+        return connection.getresponse().status == 200
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()

@@ -1,0 +1,177 @@
+"""Starting, recognising and ending the cluster's processes.
+
+A pid alone proves nothing: it may have been given to a stranger since. A process is the cluster's when it runs one of
+`PROGRAM_NAMES` and an argument lies below the cluster's state folder. That also finds processes whose record was lost.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster.components import PROGRAM_NAMES, Component
+from localcluster.errors import ClusterError
+from localcluster.settings import Layout
+from localcluster.shell import tail
+
+GRACE_SECONDS = 5.0
+_PROXY_VARIABLES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_proxy"})
+
+
+@dataclass(frozen=True)
+class Record:
+    """What is known of a process that was started: its pid and a digest of its command line and files."""
+
+    pid: int
+    digest: str
+
+
+def belongs(argv: Sequence[str], state: Path) -> bool:
+    """Whether a command line is that of a process of the cluster in `state`."""
+    if not argv or Path(argv[0]).name not in PROGRAM_NAMES:
+        return False
+    prefix = f"{state}/"
+    return any(
+        value.removeprefix("unix://").startswith(prefix)
+        for part in argv[1:]
+        for value in (part, part.partition("=")[2])
+    )
+
+
+def command_line(pid: int) -> list[str]:
+    """The arguments of a running process; empty when it has ended."""
+    try:
+        return [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        return []
+
+
+def owned_pids(state: Path) -> dict[int, list[str]]:
+    """Every running process of the cluster, with its command line."""
+    lines = {int(entry): command_line(int(entry)) for entry in os.listdir("/proc") if entry.isdigit()}
+    return {pid: argv for pid, argv in lines.items() if belongs(argv, state)}
+
+
+def digest(component: Component) -> str:
+    parts = [*component.argv, *(path.read_text() for path in component.files)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+
+def running(component_name: str, layout: Layout) -> Record | None:
+    """The record of a component whose process is alive and the cluster's own."""
+    try:
+        record = Record(**json.loads((layout.run / f"{component_name}.json").read_text()))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
+    return record if belongs(command_line(record.pid), layout.state) else None
+
+
+def ensure(component: Component, layout: Layout) -> bool:
+    """Starts the component unless it runs as it should; returns whether it was started."""
+    current = running(component.name, layout)
+    wanted = digest(component)
+    if current is not None and current.digest == wanted:
+        return False
+    program = Path(component.argv[0]).name
+    stale = [pid for pid, argv in owned_pids(layout.state).items() if Path(argv[0]).name == program]
+    terminate(stale)
+    _start(component, layout, wanted)
+    return True
+
+
+def _start(component: Component, layout: Layout, wanted: str) -> None:
+    layout.run.mkdir(parents=True, exist_ok=True)
+    layout.logs.mkdir(parents=True, exist_ok=True)
+    log = log_path(component.name, layout)
+    if log.exists():
+        log.replace(log.with_suffix(".previous.log"))
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            component.argv,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=layout.state,
+            env=environment(os.environ),
+            start_new_session=True,
+        )
+    partial = layout.run / f"{component.name}.json.partial"
+    partial.write_text(json.dumps({"pid": process.pid, "digest": wanted}))
+    partial.replace(layout.run / f"{component.name}.json")
+
+
+def environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The launcher's environment without proxies: the cluster only ever talks to this machine."""
+    return {key: value for key, value in inherited.items() if key.lower() not in _PROXY_VARIABLES}
+
+
+def log_path(component_name: str, layout: Layout) -> Path:
+    return layout.logs / f"{component_name}.log"
+
+
+def wait_ready(component: Component, layout: Layout, ready: Callable[[], bool], *, seconds: float) -> None:
+    """Waits for `ready`, as long as the process lives and time lasts; else raises with the end of its log."""
+    deadline = time.monotonic() + seconds
+    while not ready():
+        record = running(component.name, layout)
+        if record is None or time.monotonic() > deadline:
+            log = log_path(component.name, layout)
+            said = tail(log.read_text(errors="replace")) if log.exists() else "    (no log)"
+            what = "ended at once" if record is None else f"was not ready within {seconds:.0f} s"
+            raise ClusterError(f"{component.name} {what}; the end of {log}:\n{said}")
+        time.sleep(0.1)
+
+
+def terminate(pids: Iterable[int], *, grace: float = GRACE_SECONDS) -> None:
+    """SIGTERM, then SIGKILL to those that are left after `grace` seconds; returns when all have ended.
+
+    The pids are pinned by descriptors first, so that no signal reaches a process that took over a number.
+    """
+    handles: dict[int, int] = {}
+    for pid in pids:
+        try:
+            handles[pid] = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+    try:
+        for wave, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):
+            alive = {pid: handle for pid, handle in handles.items() if not _ended(handle, 0.0)}
+            for handle in alive.values():
+                _send(handle, wave)
+            deadline = time.monotonic() + seconds
+            for pid, handle in alive.items():
+                if not _ended(handle, max(0.0, deadline - time.monotonic())) and wave == signal.SIGKILL:
+                    raise ClusterError(f"process {pid} does not end even after SIGKILL; see `cat /proc/{pid}/stack`")
+    finally:
+        for pid, handle in handles.items():
+            os.close(handle)
+            _reap(pid)
+
+
+def _send(handle: int, wave: signal.Signals) -> None:
+    try:
+        signal.pidfd_send_signal(handle, wave)
+    except ProcessLookupError:
+        return
+
+
+def _ended(handle: int, timeout: float) -> bool:
+    poller = select.poll()
+    poller.register(handle, select.POLLIN)
+    return bool(poller.poll(int(timeout * 1000)))
+
+
+def _reap(pid: int) -> None:
+    """A process this very launcher started stays a zombie until it is asked for."""
+    try:
+        os.waitpid(pid, os.WNOHANG)
+    except ChildProcessError:
+        return

@@ -1,0 +1,89 @@
+"""One line per step with its seconds: a live display on a terminal, plain lines anywhere else. Thread-safe."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+
+class Step:
+    """The running step; `note` says what came of it, `detail` what it is at."""
+
+    def __init__(self, progress: Progress | None, task: object, title: str) -> None:
+        self._progress = progress
+        self._task = task
+        self._title = title
+        self.result = ""
+
+    def detail(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.update(self._task, description=f"{escape(self._title)} [dim]{escape(text)}[/dim]")  # type: ignore[arg-type]
+
+    def note(self, text: str) -> None:
+        self.result = text
+
+
+class Steps:
+    """Reports steps, possibly several at once from different threads.
+
+    Args:
+        quiet: say nothing, for tests that start clusters by the dozen.
+        console: where to print; standard error by default, so that output stays usable in a pipe.
+    """
+
+    def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
+        self._console = console or Console(stderr=True, quiet=quiet, highlight=False, soft_wrap=True)
+        self._lock = threading.Lock()
+        self._progress: Progress | None = None
+        self._running = 0
+
+    def say(self, text: str) -> None:
+        self._console.print(escape(text))
+
+    @contextmanager
+    def step(self, title: str, *, expect: str = "") -> Iterator[Step]:
+        """Times a step and prints its line. `expect` warns of a long one where no live display can."""
+        live = self._enter()
+        task = live.add_task(escape(title), total=None) if live else None
+        if live is None and expect:
+            self.say(f"          … {title} ({expect})")
+        step = Step(live, task, title)
+        start = time.monotonic()
+        mark, style = "failed", "red"
+        try:
+            yield step
+            mark, style = "", ""
+        finally:
+            if live is not None and task is not None:
+                live.remove_task(task)
+            self._leave()
+            line = f"[{time.monotonic() - start:6.1f} s] {title}"
+            line += f": {mark or step.result}" if mark or step.result else ""
+            self._console.print(escape(line), style=style or None)
+
+    def _enter(self) -> Progress | None:
+        with self._lock:
+            self._running += 1
+            if self._progress is None and self._console.is_terminal and not self._console.quiet:
+                self._progress = Progress(
+                    SpinnerColumn(),
+                    TextColumn("{task.description}"),
+                    TimeElapsedColumn(),
+                    console=self._console,
+                    transient=True,
+                )
+                self._progress.start()
+            return self._progress
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._running -= 1
+            if self._running == 0 and self._progress is not None:
+                self._progress.stop()
+                self._progress = None

@@ -1,0 +1,199 @@
+"""Every configuration file of the cluster, as pure functions from its settings to text."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from localcluster.settings import Layout, Settings
+
+PAUSE_IMAGE = "localhost/megatron-pause:1"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What differs between machines and shows in the configuration.
+
+    Attributes:
+        may_lower_oom_score: whether the launcher holds CAP_SYS_RESOURCE; without it every write below the current
+            oom_score_adj fails, and with that every sandbox.
+        cgroup_v2: whether the unified hierarchy carries the controllers.
+        cni_folder: where the CNI plugins are.
+    """
+
+    may_lower_oom_score: bool
+    cgroup_v2: bool
+    cni_folder: Path
+
+
+def kubeconfig(settings: Settings, layout: Layout, *, identity: str) -> str:
+    """A client configuration with everything inside, so that the file can be copied."""
+
+    def embedded(name: str) -> str:
+        return base64.b64encode((layout.pki / name).read_bytes()).decode()
+
+    name = f"megatron-{settings.name}"
+    return yaml.safe_dump(
+        {
+            "apiVersion": "v1",
+            "kind": "Config",
+            "clusters": [
+                {
+                    "name": name,
+                    "cluster": {"server": settings.api_url, "certificate-authority-data": embedded("ca.crt")},
+                }
+            ],
+            "users": [
+                {
+                    "name": identity,
+                    "user": {
+                        "client-certificate-data": embedded(f"{identity}.crt"),
+                        "client-key-data": embedded(f"{identity}.key"),
+                    },
+                }
+            ],
+            "contexts": [{"name": name, "context": {"cluster": name, "user": identity}}],
+            "current-context": name,
+        },
+        sort_keys=False,
+    )
+
+
+def containerd(layout: Layout, machine: Machine) -> str:
+    """containerd's TOML. JSON strings, numbers and booleans are TOML too, which is all the quoting there is."""
+    cri = 'plugins."io.containerd.grpc.v1.cri"'
+    runc = f"{cri}.containerd.runtimes.runc"
+    sections: dict[str, dict[str, Any]] = {
+        "": {
+            "version": 2,
+            "root": str(layout.containerd_root),
+            "state": str(layout.containerd_state),
+            "oom_score": 0,
+            "disabled_plugins": [
+                f"io.containerd.snapshotter.v1.{name}" for name in ("aufs", "btrfs", "devmapper", "native", "zfs")
+            ],
+        },
+        "grpc": {"address": str(layout.containerd_socket)},
+        cri: {
+            "sandbox_image": PAUSE_IMAGE,
+            "restrict_oom_score_adj": not machine.may_lower_oom_score,
+            "netns_mounts_under_state_dir": True,
+            "disable_apparmor": True,
+        },
+        f"{cri}.cni": {"bin_dir": str(machine.cni_folder), "conf_dir": str(layout.cni / "conf")},
+        f"{cri}.containerd": {"snapshotter": "overlayfs", "default_runtime_name": "runc"},
+        runc: {"runtime_type": "io.containerd.runc.v2"},
+        f"{runc}.options": {"SystemdCgroup": False, "Root": str(layout.containerd_state / "runc")},
+        'plugins."io.containerd.internal.v1.opt"': {"path": str(layout.containerd_root / "opt")},
+    }
+    lines: list[str] = []
+    for section, values in sections.items():
+        lines += [f"[{section}]"] if section else []
+        lines += [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+    return "\n".join(lines) + "\n"
+
+
+def cni(settings: Settings, layout: Layout) -> str:
+    """A bridge with host-local addresses. No masquerading: pods reach the node and each other, nothing beyond."""
+    ipam = {
+        "type": "host-local",
+        "dataDir": str(layout.cni / "addresses"),
+        "ranges": [[{"subnet": settings.pod_subnet, "gateway": settings.node_ip}]],
+        "routes": [{"dst": "0.0.0.0/0"}],
+    }
+    bridge = {"type": "bridge", "bridge": settings.bridge, "isGateway": True, "hairpinMode": True, "ipam": ipam}
+    plugins = [bridge, {"type": "portmap", "capabilities": {"portMappings": True}}]
+    return json.dumps({"cniVersion": "0.4.0", "name": settings.cni_network, "plugins": plugins}, indent=2) + "\n"
+
+
+def kubelet(settings: Settings, layout: Layout, machine: Machine) -> str:
+    """Nothing is evicted or collected: a demo machine is short of disk more often than of memory."""
+    return yaml.safe_dump(
+        {
+            "apiVersion": "kubelet.config.k8s.io/v1beta1",
+            "kind": "KubeletConfiguration",
+            "address": settings.node_ip,
+            "port": settings.ports["kubelet"],
+            "healthzBindAddress": "127.0.0.1",
+            "healthzPort": settings.ports["kubelet-healthz"],
+            "authentication": {
+                "anonymous": {"enabled": False},
+                "webhook": {"enabled": True},
+                "x509": {"clientCAFile": str(layout.pki / "ca.crt")},
+            },
+            "authorization": {"mode": "Webhook"},
+            "tlsCertFile": str(layout.pki / "kubelet.crt"),
+            "tlsPrivateKeyFile": str(layout.pki / "kubelet.key"),
+            "cgroupDriver": "cgroupfs",
+            "cgroupRoot": settings.cgroup,
+            "failCgroupV1": False,
+            "failSwapOn": False,
+            "oomScoreAdj": -999 if machine.may_lower_oom_score else 0,
+            "containerRuntimeEndpoint": f"unix://{layout.containerd_socket}",
+            "clusterDomain": "cluster.local",
+            "clusterDNS": [settings.node_ip],
+            "resolvConf": str(layout.config / "resolv.conf"),
+            "podLogsDir": str(layout.state / "pod-logs"),
+            "volumePluginDir": str(layout.kubelet / "volume-plugins"),
+            "evictionHard": {
+                signal: "0%"
+                for signal in ("memory.available", "nodefs.available", "nodefs.inodesFree", "imagefs.available")
+            },
+            "imageGCHighThresholdPercent": 100,
+            "imageMinimumGCAge": "24h",
+            "nodeStatusUpdateFrequency": "5s",
+            "shutdownGracePeriod": "0s",
+        },
+        sort_keys=False,
+    )
+
+
+def resolv_conf(settings: Settings) -> str:
+    """Pods do not inherit the machine's search domains: with them a query would end at a resolver out of reach."""
+    return f"nameserver {settings.node_ip}\n"
+
+
+def corefile(settings: Settings, layout: Layout) -> str:
+    """Cluster names are answered; every other name does not exist, at once, since pods have no way out to it."""
+    return f"""\
+.:53 {{
+  bind {settings.node_ip}
+  errors
+  health 127.0.0.1:{settings.ports["coredns-health"]}
+  kubernetes cluster.local in-addr.arpa {{
+    kubeconfig {layout.client_config("coredns")}
+    pods insecure
+    ttl 5
+  }}
+  template ANY ANY {{
+    rcode NXDOMAIN
+  }}
+}}
+"""
+
+
+def coredns_permissions() -> list[dict[str, Any]]:
+    """What CoreDNS may read, bound to the user its certificate names."""
+    metadata = {"name": "system:coredns"}
+    rules = [
+        {"apiGroups": [""], "resources": ["services", "pods", "namespaces"], "verbs": ["list", "watch"]},
+        {"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"], "verbs": ["list", "watch"]},
+    ]
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": "system:coredns"}
+    user = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": "system:coredns"}
+    version = "rbac.authorization.k8s.io/v1"
+    return [
+        {"apiVersion": version, "kind": "ClusterRole", "metadata": metadata, "rules": rules},
+        {
+            "apiVersion": version,
+            "kind": "ClusterRoleBinding",
+            "metadata": metadata,
+            "roleRef": role,
+            "subjects": [user],
+        },
+    ]

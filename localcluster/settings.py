@@ -1,0 +1,219 @@
+"""What a cluster is made of: its folders, addresses and ports, fixed at its first `up`.
+
+Pure except for `load` and `save`. Everything a cluster writes lies under `Layout.state`; what clusters share (built
+programs, base system, image layers) lies under `cache_root()`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from localcluster.errors import ClusterError
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+# Unix socket paths end at 107 bytes; the longest below the state folder is the kubelet's device plugin socket.
+MAX_STATE_PATH = 70
+
+PORT_NAMES = (
+    "apiserver",
+    "etcd",
+    "etcd-peer",
+    "controller-manager",
+    "scheduler",
+    "kubelet",
+    "kubelet-healthz",
+    "proxy-healthz",
+    "proxy-metrics",
+    "coredns-health",
+)
+PREFERRED_PORTS = {"apiserver": 6443, "kubelet": 10250}
+
+
+def cache_root() -> Path:
+    """The folder for what outlives every cluster: `$XDG_CACHE_HOME/megatron-localcluster`."""
+    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(base) / "megatron-localcluster"
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a caller may choose; `None` leaves the choice to the launcher.
+
+    Attributes:
+        api_port: port of the API server; an explicit port that is taken is an error, by default a free one is found.
+        pod_subnet: IPv4 network of the bridge and the pods; its first address is the node.
+        service_subnet: IPv4 network of ClusterIPs.
+    """
+
+    api_port: int | None = None
+    pod_subnet: str | None = None
+    service_subnet: str | None = None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One cluster's identity. Written to `cluster.json` at the first `up` and constant until `down`."""
+
+    name: str
+    control_plane_only: bool
+    ports: Mapping[str, int]
+    pod_subnet: str = "10.88.0.0/16"
+    service_subnet: str = "10.96.0.0/16"
+
+    @property
+    def node_ip(self) -> str:
+        """The bridge's address: the node, its kubelet and the cluster's DNS."""
+        return str(next(ipaddress.ip_network(self.pod_subnet).hosts()))
+
+    @property
+    def bridge_address(self) -> str:
+        return f"{self.node_ip}/{ipaddress.ip_network(self.pod_subnet).prefixlen}"
+
+    @property
+    def kubernetes_service_ip(self) -> str:
+        return str(next(ipaddress.ip_network(self.service_subnet).hosts()))
+
+    @property
+    def bridge(self) -> str:
+        """Interface names end at 15 bytes, so the name is a digest of the cluster's."""
+        return "mlc" + hashlib.sha256(self.name.encode()).hexdigest()[:8]
+
+    @property
+    def node_name(self) -> str:
+        return f"{self.name}-node"
+
+    @property
+    def cni_network(self) -> str:
+        return f"megatron-{self.name}"
+
+    @property
+    def cgroup(self) -> str:
+        return f"/megatron-{self.name}"
+
+    @property
+    def api_url(self) -> str:
+        return f"https://127.0.0.1:{self.ports['apiserver']}"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths of one cluster, all below `state`."""
+
+    state: Path
+
+    @property
+    def settings(self) -> Path:
+        return self.state / "cluster.json"
+
+    @property
+    def kubeconfig(self) -> Path:
+        return self.state / "kubeconfig"
+
+    @property
+    def bin(self) -> Path:
+        """Links to the programs a user of the cluster wants: kubectl, helm."""
+        return self.state / "bin"
+
+    @property
+    def pki(self) -> Path:
+        return self.state / "pki"
+
+    @property
+    def config(self) -> Path:
+        return self.state / "config"
+
+    @property
+    def logs(self) -> Path:
+        return self.state / "logs"
+
+    @property
+    def run(self) -> Path:
+        """Process records, and the machine's settings as they were before."""
+        return self.state / "run"
+
+    @property
+    def etcd(self) -> Path:
+        return self.state / "etcd"
+
+    @property
+    def kubelet(self) -> Path:
+        return self.state / "kubelet"
+
+    @property
+    def cni(self) -> Path:
+        return self.state / "cni"
+
+    @property
+    def containerd_root(self) -> Path:
+        """Images and snapshots: the one folder that `down` keeps."""
+        return self.state / "containerd"
+
+    @property
+    def containerd_state(self) -> Path:
+        return self.state / "containerd-run"
+
+    @property
+    def containerd_socket(self) -> Path:
+        return self.state / "containerd.sock"
+
+    def client_config(self, identity: str) -> Path:
+        return self.config / f"{identity}.kubeconfig"
+
+
+def layout_for(name: str, *, root: Path | None = None) -> Layout:
+    """The paths of cluster `name`; refuses names and places that no socket or label could carry."""
+    if not re.fullmatch(r"[a-z0-9]([-a-z0-9]{0,28}[a-z0-9])?", name):
+        raise ClusterError(f"name={name!r}: use 1 to 30 lower-case letters, digits and inner hyphens")
+    state = (root or REPOSITORY / "build").resolve() / name
+    if len(str(state)) > MAX_STATE_PATH:
+        raise ClusterError(
+            f"the state folder {state} has {len(str(state))} characters; sockets below it allow {MAX_STATE_PATH}. "
+            "Give a shorter --root, or move the repository"
+        )
+    return Layout(state)
+
+
+def check_subnet(option: str, value: str) -> str:
+    try:
+        network = ipaddress.ip_network(value)
+    except ValueError as error:
+        raise ClusterError(f"{option}={value!r}: {error}; give an IPv4 network such as 10.88.0.0/16") from error
+    if network.version != 4 or network.prefixlen > 24:
+        raise ClusterError(f"{option}={value!r}: give an IPv4 network of /24 or larger, such as 10.88.0.0/16")
+    return str(network)
+
+
+def save(settings: Settings, layout: Layout) -> None:
+    layout.state.mkdir(parents=True, exist_ok=True)
+    partial = layout.settings.with_suffix(".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(settings), indent=2) + "\n")
+    partial.replace(layout.settings)
+
+
+def load(layout: Layout) -> Settings | None:
+    """The recorded settings; `None` when there are none, or when a killed run or another version left something else."""
+    try:
+        fields = json.loads(layout.settings.read_text())
+        return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None
+    except (FileNotFoundError, ValueError, TypeError, KeyError):
+        return None
+
+
+def contradictions(settings: Settings, options: Options, *, control_plane_only: bool) -> list[str]:
+    """What the caller asks for that an existing cluster is not."""
+    wanted = {
+        "--api-port": (options.api_port, settings.ports["apiserver"]),
+        "--pod-subnet": (options.pod_subnet, settings.pod_subnet),
+        "--service-subnet": (options.service_subnet, settings.service_subnet),
+        "--control-plane-only": (control_plane_only, settings.control_plane_only),
+    }
+    return [f"{name} is {has}, not {want}" for name, (want, has) in wanted.items() if want is not None and want != has]
