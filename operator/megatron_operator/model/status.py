@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from pydantic import Field
 
 from megatron_operator.model.base import ApiModel
 from megatron_operator.model.states import DesiredState, LifecyclePhase, ResourceState, SignalKind
 
 HISTORY_LENGTH = 16
-TIME = {"format": "date-time"}
+TIME: dict[str, Any] = {"format": "date-time"}
 
 
 class Condition(ApiModel):
@@ -37,6 +39,7 @@ class Lifecycle(ApiModel):
     confirmed_ranks: int | None = Field(default=None, description="Ranks that confirmed.")
     total_ranks: int | None = Field(default=None, description="Ranks that were asked.")
     message: str | None = Field(default=None, description="The coordinator's error, if it failed.")
+    refused: bool | None = Field(default=None, description="It failed without having done anything.")
     since: str | None = Field(
         default=None, description="When it was started, confirmed or failed.", json_schema_extra=TIME
     )

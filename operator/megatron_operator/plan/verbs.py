@@ -31,7 +31,7 @@ PATH: dict[tuple[CoordinatorState, DesiredState], SignalKind | None] = {
     (C.SUSPENDED, D.SUSPENDED): None,
     (C.SUSPENDED, D.STOPPED): S.STOP,
 }
-"""The next signal from each steady state. None: the goal is reached. STOP from RUNNING is drained first (`next_step`)."""
+"""The next signal from each steady state; None: the goal is reached. `next_step` puts a DRAIN before a STOP."""
 
 AGREEING: dict[CoordinatorState, frozenset[EngineState]] = {
     C.RUNNING: frozenset({EngineState.RUNNING}),

@@ -1,0 +1,106 @@
+"""What a wait for a component is really about: the best explanation that its pods and refusals give."""
+
+from __future__ import annotations
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.world import PodView
+from megatron_operator.render.context import COORDINATOR, SERVER
+
+Finding = tuple[Reason, str]
+
+
+def component_pods(scene: Scene, component: str) -> list[PodView]:
+    return [pod for pod in scene.world.pods if pod.component == component]
+
+
+def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
+    """The first child, of all or of this name, that the API server refuses."""
+    if scene.template_error is not None:
+        return Reason.INVALID_POD_TEMPLATE, scene.template_error
+    manifests = list(scene.shared[0])
+    for engine in scene.engines:
+        manifest = scene.engine_manifest(engine.index, pods=scene.pods_for(engine))
+        if manifest is not None:
+            manifests.append(manifest)
+    for manifest in manifests:
+        found = scene.refused(manifest)
+        if found is not None and name in (None, child_ref(manifest).name):
+            return found
+    return None
+
+
+def coordinator_wait(scene: Scene) -> Finding:
+    """Why the coordinator does not answer, as reason and object of "waiting for"."""
+    found = refusal(scene, name=scene.ctx.coordinator_name)
+    pods = component_pods(scene, COORDINATOR)
+    found = found or first_diagnosis(pods)
+    if found is not None:
+        return found[0], f"the coordinator: {found[1]}"
+    if any(pod.ready for pod in pods):
+        why = f" ({scene.world.coordinator.error})" if scene.world.coordinator.error else ""
+        return Reason.COORDINATOR_UNREACHABLE, f"the coordinator to answer{why}"
+    return Reason.COORDINATOR_STARTING, "the coordinator's pod to become ready"
+
+
+def server_wait(scene: Scene) -> Finding | None:
+    """Why no front end is ready; None when one is."""
+    pods = component_pods(scene, SERVER)
+    if any(pod.ready and not pod.deleting for pod in pods):
+        return None
+    found = refusal(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
+    if found is not None:
+        return found[0], f"a front end: {found[1]}"
+    return Reason.SERVER_STARTING, "a front end's pod to become ready"
+
+
+def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
+    """What is wrong with one engine; None while it merely starts, or serves."""
+    if engine.budget.exhausted is not None:
+        return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
+    manifest = scene.engine_manifest(engine.index, pods=scene.pods_for(engine))
+    if manifest is not None:
+        refused = scene.refused(manifest)
+        if refused is not None:
+            return refused
+    found = first_diagnosis(engine.pods)
+    if found is not None:
+        return found
+    ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
+    if ready and engine.report is None and scene.world.coordinator.reachable:
+        return Reason.ENGINE_LOST, f"engine {engine.name} has ready pods and is not registered at its coordinator"
+    return None
+
+
+def absent_engines(scene: Scene) -> list[EngineView]:
+    """Wanted engines that should have pods and do not serve."""
+    return [engine for engine in scene.wanted if not engine.serving and scene.pods_for(engine) > 0]
+
+
+def engines_wait(scene: Scene) -> Finding:
+    """Why engines that should serve do not, as reason and object of "waiting for"."""
+    if scene.template_error is not None:
+        return Reason.INVALID_POD_TEMPLATE, f"the engines: {scene.template_error}"
+    absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
+    for engine in absent:
+        found = engine_finding(scene, engine)
+        if found is not None:
+            return found[0], f"engine {engine.name}: {found[1]}"
+    names = ", ".join(engine.name for engine in absent[:8])
+    loading = [engine for engine in absent if engine.report is not None]
+    verb = "load its weights" if loading else "register"
+    return Reason.ENGINES_STARTING, f"{names or 'the engines'} to {verb}"
+
+
+def degradation(scene: Scene) -> Finding | None:
+    """Anything that waiting alone may not cure, whatever is being done."""
+    found = refusal(scene)
+    if found is not None:
+        return found
+    for engine in scene.wanted:
+        found = engine_finding(scene, engine)
+        if found is not None:
+            return found
+    return first_diagnosis([*component_pods(scene, COORDINATOR), *component_pods(scene, SERVER)])

@@ -1,0 +1,94 @@
+"""World to Decision: upkeep, the first policy that applies, the status it composes, the Events of what changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.plan.clock import stamp_seconds
+from megatron_operator.plan.policies import POLICIES
+from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.status import compose, condition
+from megatron_operator.plan.upkeep import upkeep
+from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
+
+
+def decide(world: World) -> Decision:
+    """What to do now, and why. Pure: equal worlds give equal decisions."""
+    scene = Scene(world)
+    for policy in POLICIES:
+        verdict = policy(scene)
+        if verdict is not None:
+            break
+    else:
+        raise AssertionError("the last policy always applies")
+    if world.resource.deleting:
+        return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
+    status = compose(scene, verdict)
+    actions: list[Action] = upkeep(scene) if verdict.upkeep else []
+    return Decision(
+        policy=policy.__name__,
+        reason=verdict.reason.value,
+        message=verdict.message,
+        status=status,
+        actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
+        requeue_after=None if verdict.requeue_after is None else max(0.0, verdict.requeue_after),
+    )
+
+
+def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:
+    """Without a second action on the same child: a policy's word on a child replaces upkeep's."""
+    last = {action.ref: index for index, action in enumerate(actions) if isinstance(action, ApplyChild | DeleteChild)}
+    return tuple(
+        action
+        for index, action in enumerate(actions)
+        if not isinstance(action, ApplyChild | DeleteChild) or last[action.ref] == index
+    )
+
+
+def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, Any]:
+    return next((entry for entry in status.get("conditions") or () if entry["type"] == kind.value), {})
+
+
+def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEvent]:
+    """One Event for each transition of the state, and for each new trouble."""
+    events: list[EmitEvent] = []
+    if before.get("state") != after["state"]:
+        origin = before.get("state") or "new"
+        ready = _condition(after, ConditionType.READY)
+        kind = "Warning" if after["state"] in ("Failed", "Unknown") else "Normal"
+        events.append(EmitEvent(kind, after["state"], f"{origin} -> {after['state']}: {ready['message']}"))
+    trouble, earlier = _condition(after, ConditionType.DEGRADED), _condition(before, ConditionType.DEGRADED)
+    known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
+    if trouble["status"] == "True" and not known:
+        events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
+    return events
+
+
+def refuse_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
+    """For a spec that this version cannot parse (it has fields of a later one): say so, touch nothing."""
+    before = {entry["type"]: entry for entry in status.get("conditions") or ()}
+    findings = {
+        ConditionType.READY: ("False", Reason.INVALID_SPEC, error),
+        ConditionType.PROGRESSING: ("False", Reason.INVALID_SPEC, error),
+        ConditionType.DEGRADED: ("True", Reason.INVALID_SPEC, error),
+    }
+    rewritten = {
+        kind.value: condition(
+            kind, finding, generation=generation, before=before.get(kind.value), now=stamp_seconds(now)
+        )
+        for kind, finding in findings.items()
+    }
+    plan = {"step": "reading the spec", "waitingOn": f"a corrected spec: {error}"[:1024]}
+    since = (status.get("plan") or {}).get("since") if (status.get("plan") or {}).get("step") == plan["step"] else None
+    composed = {
+        "state": "Pending",
+        **status,
+        "observedGeneration": generation,
+        "conditions": list({**before, **rewritten}.values()),
+        "plan": {**plan, "since": since or stamp_seconds(now)},
+    }
+    events = _events(status, composed)
+    return Decision("invalid_spec", Reason.INVALID_SPEC.value, error, status=composed, actions=tuple(events))

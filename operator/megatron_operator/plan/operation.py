@@ -1,0 +1,177 @@
+"""One operation: a signal whose intent is written before it is sent and whose outcome is asked for after a restart.
+
+    Pending --persisted, then sent--> Submitted --coordinator remembers--> Confirmed | Failed
+                                         |  ^
+                       not to be asked   v  |   asked again, or sent again with the same id
+                                        Unknown
+
+A Pending operation was certainly never sent, so it may be dropped; a Submitted one never is while it can still act.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from megatron_operator.model.states import (
+    LEGAL_SIGNALS,
+    SIGNAL_TARGET,
+    CoordinatorState,
+    DesiredState,
+    LifecyclePhase,
+    OperationOutcome,
+    SignalKind,
+)
+from megatron_operator.plan.clock import stamp
+from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
+
+Phase = LifecyclePhase
+
+REFUSALS = frozenset({409, 412, 423, 424})
+"""Codes that say that nothing was done: illegal in this state, stale fence, another in progress, engines missing."""
+
+UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """The operation that `status.lifecycle` records."""
+
+    id: str
+    signal: SignalKind
+    goal: DesiredState
+    fence: int
+    phase: LifecyclePhase
+    since: str
+    engine: str | None = None
+    confirmed_ranks: int | None = None
+    total_ranks: int | None = None
+    message: str | None = None
+    refused: bool = False
+    """Failed without having done anything."""
+
+    @property
+    def open(self) -> bool:
+        return self.phase in (Phase.PENDING, Phase.SUBMITTED, Phase.UNKNOWN)
+
+    def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
+        """It was this signal, and the signal has had whatever effect it will have."""
+        done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.refused)
+        return done and self.signal is signal and self.engine == engine
+
+    def to_status(self) -> dict[str, Any]:
+        fields: dict[str, Any] = {
+            "operationId": self.id,
+            "signal": self.signal.value,
+            "engine": self.engine,
+            "goal": self.goal.value,
+            "fence": self.fence,
+            "phase": self.phase.value,
+            "confirmedRanks": self.confirmed_ranks,
+            "totalRanks": self.total_ranks,
+            "message": self.message,
+            "refused": self.refused or None,
+            "since": self.since,
+        }
+        return {key: value for key, value in fields.items() if value is not None}
+
+
+def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
+    """The operation that was persisted last, exactly."""
+    if not lifecycle.get("operationId"):
+        return None
+    return Operation(
+        id=lifecycle["operationId"],
+        signal=SignalKind(lifecycle["signal"]),
+        goal=DesiredState(lifecycle["goal"]),
+        fence=int(lifecycle.get("fence", 0)),
+        phase=LifecyclePhase(lifecycle["phase"]),
+        since=lifecycle.get("since", ""),
+        engine=lifecycle.get("engine"),
+        confirmed_ranks=lifecycle.get("confirmedRanks"),
+        total_ranks=lifecycle.get("totalRanks"),
+        message=lifecycle.get("message"),
+        refused=bool(lifecycle.get("refused", False)),
+    )
+
+
+def begin(world: World, signal: SignalKind, *, goal: DesiredState, engine: str | None = None) -> Operation:
+    """A new intent. It is sent by a later decision, which finds it persisted."""
+    return Operation(
+        id=world.new_operation_id,
+        signal=signal,
+        goal=goal,
+        fence=world.fence,
+        phase=Phase.PENDING,
+        since=stamp(world.now),
+        engine=engine,
+    )
+
+
+def resolve(operation: Operation | None, world: World, desired: DesiredState) -> Operation | None:
+    """The persisted operation in the light of this snapshot; None when it says nothing about the present goal."""
+    if operation is None:
+        return None
+    changed_goal = operation.goal is not desired
+    if operation.phase is Phase.PENDING:
+        obsolete = changed_goal or (
+            world.coordinator.reachable
+            and world.coordinator.state not in UNSETTLED
+            and operation.signal not in LEGAL_SIGNALS[world.coordinator.state]
+        )
+        return None if obsolete else operation
+    if operation.open:
+        return _ask(operation, world)
+    # That all engines were told to drain outlives its goal: until UNPAUSE they get no work.
+    drained_all = operation.signal is SignalKind.DRAIN and operation.engine is None
+    return None if changed_goal and not drained_all else operation
+
+
+def _ask(operation: Operation, world: World) -> Operation | None:
+    coordinator = world.coordinator
+    if not coordinator.reachable:
+        return replace(operation, phase=Phase.UNKNOWN)
+    report = coordinator.operations.get(operation.id)
+    if report is None:
+        return _forgotten(operation, coordinator, stamp(world.now))
+    ranks = replace(operation, confirmed_ranks=report.confirmed_ranks, total_ranks=report.total_ranks)
+    if report.outcome is OperationOutcome.IN_PROGRESS:
+        return replace(ranks, phase=Phase.SUBMITTED)
+    if report.outcome is OperationOutcome.CONFIRMED:
+        return replace(ranks, phase=Phase.CONFIRMED, since=stamp(world.now), message=report.message or None)
+    return replace(
+        ranks,
+        phase=Phase.FAILED,
+        since=stamp(world.now),
+        message=report.message or "the coordinator gave no reason",
+        refused=report.code in REFUSALS,
+    )
+
+
+def _forgotten(operation: Operation, coordinator: CoordinatorSnapshot, now: str) -> Operation | None:
+    """The coordinator does not know the id: the signal never arrived, or the coordinator is a new one."""
+    if coordinator.state in UNSETTLED:
+        return replace(operation, phase=Phase.UNKNOWN)
+    if operation.signal in LEGAL_SIGNALS[coordinator.state]:
+        return replace(operation, phase=Phase.SUBMITTED)
+    stop_left_engines = operation.signal is SignalKind.STOP and any(e.serving for e in coordinator.engines)
+    if coordinator.state is SIGNAL_TARGET[operation.signal] and not stop_left_engines:
+        return replace(operation, phase=Phase.CONFIRMED, since=now)
+    return None
+
+
+def known(operation: Operation, coordinator: CoordinatorSnapshot) -> bool:
+    """The coordinator has the operation, so sending it again would add nothing."""
+    return operation.id in coordinator.operations
+
+
+def signal_of(operation: Operation, world: World, *, deadline_seconds: float | None) -> Signal:
+    return Signal(
+        kind=operation.signal,
+        operation_id=operation.id,
+        fence=world.fence,
+        expected_engines=sum(engine.serving for engine in world.coordinator.engines),
+        engine=operation.engine,
+        deadline_seconds=deadline_seconds,
+    )

@@ -1,0 +1,39 @@
+"""The ordered list of policies. The first that applies decides; its reason and message are the status."""
+
+from __future__ import annotations
+
+from megatron_operator.plan.policies.engines import engines_not_serving, scale_down, undrain
+from megatron_operator.plan.policies.guards import (
+    child_not_owned,
+    child_refused,
+    deleting,
+    restart_budget_exhausted,
+    server_not_ready,
+    settled,
+    settled_quiet,
+    stale_fence,
+)
+from megatron_operator.plan.policies.lifecycle import operation_underway, pods_leaving, verb_path
+from megatron_operator.plan.policies.rollout import replace_model, rollout
+from megatron_operator.plan.policies.verdict import Policy, Verdict
+
+POLICIES: tuple[Policy, ...] = (
+    deleting,
+    child_not_owned,
+    restart_budget_exhausted,
+    stale_fence,
+    operation_underway,
+    verb_path,
+    pods_leaving,
+    undrain,
+    scale_down,
+    replace_model,
+    rollout,
+    settled_quiet,
+    child_refused,
+    server_not_ready,
+    engines_not_serving,
+    settled,
+)
+
+__all__ = ["POLICIES", "Policy", "Verdict"]

@@ -1,0 +1,79 @@
+"""Policies about single engines while the resource runs: undo a drain, scale down, wait for the missing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import DesiredState, ResourceState, SignalKind
+from megatron_operator.plan.blockers import absent_engines, engines_wait
+from megatron_operator.plan.policies.lifecycle import start
+from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.upkeep import remove_engine
+from megatron_operator.plan.world import DeletePods, EmitEvent
+
+
+def running(scene: Scene) -> bool:
+    """Engines may be drained one by one only here."""
+    return scene.desired is DesiredState.RUNNING and scene.observed is ResourceState.RUNNING
+
+
+def drained(scene: Scene, engine: EngineView) -> bool:
+    """Nothing is gained by draining this engine (again): it serves nobody, or its DRAIN is over."""
+    operation = scene.operation
+    return not engine.serving or (operation is not None and operation.over(SignalKind.DRAIN, engine=engine.name))
+
+
+def delete_pods(engine: EngineView, reason: str) -> DeletePods:
+    pods = tuple((pod.name, pod.uid) for pod in engine.pods if not pod.deleting)
+    return DeletePods(engine=engine.name, pods=pods, reason=reason)
+
+
+def undrain(scene: Scene) -> Verdict | None:
+    """An engine was drained for a change that was taken back: it gets work again only when it registers anew."""
+    if not running(scene) or scene.all_draining:
+        return None
+    for engine in scene.wanted:
+        idle = engine.serving and engine.report is not None and engine.report.draining
+        if not idle or engine.stale or engine.stale_pods or not any(not pod.deleting for pod in engine.pods):
+            continue
+        reason = f"engine {engine.name} was drained and is wanted again"
+        verdict = waiting(
+            scene,
+            Reason.ENGINES_STARTING,
+            f"restarting {engine.name}",
+            f"{engine.name} to register anew",
+            actions=(delete_pods(engine, reason), EmitEvent("Normal", "EngineRestarted", reason)),
+        )
+        return replace(verdict, operation=None)
+    return None
+
+
+def scale_down(scene: Scene) -> Verdict | None:
+    """Engines beyond spec.replicas: the highest index goes first, after its requests have finished."""
+    surplus = [engine for engine in scene.engines if engine.surplus and not engine.empty]
+    gone = [engine for engine in surplus if engine.statefulset is None or engine.statefulset.deleting]
+    present = [engine for engine in surplus if engine not in gone]
+    if present and scene.desired is DesiredState.RUNNING and (running(scene) or not scene.serving):
+        engine = present[-1]
+        if not drained(scene, engine):
+            return start(scene, SignalKind.DRAIN, engine=engine.name)
+        reason = f"engine {engine.name} is beyond spec.replicas = {scene.ctx.spec.replicas}"
+        actions = (*remove_engine(scene, engine, reason=reason), EmitEvent("Normal", "EngineRemoved", reason))
+        on = f"{engine.name} to be deleted"
+        verdict = waiting(scene, Reason.SCALING_DOWN, "scaling down", on, actions=actions)
+        return replace(verdict, operation=None)
+    if gone:
+        names = ", ".join(engine.name for engine in gone)
+        return waiting(scene, Reason.SCALING_DOWN, "scaling down", f"the pods of {names} to end")
+    return None
+
+
+def engines_not_serving(scene: Scene) -> Verdict | None:
+    """Wanted engines start, load, crash or are lost."""
+    failed = [engine for engine in scene.wanted if engine.budget.exhausted is not None]
+    if not absent_engines(scene) and not failed:
+        return None
+    reason, on = engines_wait(scene)
+    return waiting(scene, reason, "starting engines", on)

@@ -1,0 +1,109 @@
+"""Policies that stop everything else, and those that say that nothing is left to do."""
+
+from __future__ import annotations
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import DesiredState, ResourceState
+from megatron_operator.plan.blockers import engines_wait, refusal, server_wait
+from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.world import RaiseFence
+
+QUIET = {
+    ResourceState.PAUSED: (DesiredState.PAUSED, Reason.PAUSED),
+    ResourceState.SUSPENDED: (DesiredState.SUSPENDED, Reason.SUSPENDED),
+    ResourceState.STOPPED: (DesiredState.STOPPED, Reason.STOPPED),
+}
+
+
+def deleting(scene: Scene) -> Verdict | None:
+    """The resource is going; its children follow by their owner references."""
+    if not scene.world.resource.deleting:
+        return None
+    return Verdict(Reason.DELETING, "the resource is being deleted", scene.operation, upkeep=False)
+
+
+def child_not_owned(scene: Scene) -> Verdict | None:
+    """Somebody else's object has the name of a child. Nothing is done until one of the two is renamed."""
+    ours = {scene.ctx.keys_name, scene.ctx.coordinator_name, scene.ctx.server_name, scene.ctx.name}
+    ours |= {engine.name for engine in scene.wanted}
+    foreign = sorted(str(ref) for ref, view in scene.world.children.items() if not view.owned and ref.name in ours)
+    if not foreign:
+        return None
+    message = f"{', '.join(foreign)} exists and is not owned by this resource; delete it or rename the resource"
+    return Verdict(
+        Reason.CHILD_NOT_OWNED,
+        message,
+        scene.operation,
+        step="creating children",
+        waiting_on=message,
+        upkeep=False,
+    )
+
+
+def restart_budget_exhausted(scene: Scene) -> Verdict | None:
+    """Every engine was given up."""
+    if scene.observed is not ResourceState.FAILED:
+        return None
+    _, on = engines_wait(scene)
+    return waiting(scene, Reason.RESTART_BUDGET_EXHAUSTED, "starting engines", f"a change of the spec; {on}")
+
+
+def stale_fence(scene: Scene) -> Verdict | None:
+    """A coordinator would refuse this leader's signals; its term must first jump above what the coordinator saw."""
+    seen = scene.world.coordinator.fence
+    if not scene.world.coordinator.reachable or seen <= scene.world.fence:
+        return None
+    return waiting(
+        scene,
+        Reason.STALE_FENCE,
+        "raising the fence",
+        f"a term above {seen}; this leader's is {scene.world.fence}",
+        actions=(RaiseFence(above=seen),),
+    )
+
+
+def settled_quiet(scene: Scene) -> Verdict | None:
+    """Paused, Suspended or Stopped, as asked."""
+    found = QUIET.get(scene.observed)
+    if found is None or scene.desired is not found[0]:
+        return None
+    message = {
+        ResourceState.PAUSED: "paused: requests keep their place, new ones wait",
+        ResourceState.SUSPENDED: "suspended: engines gave their memory back",
+        ResourceState.STOPPED: "stopped: there are no engine pods",
+    }[scene.observed]
+    if scene.observed is ResourceState.SUSPENDED and scene.release:
+        message = "suspended: engine pods are given back"
+        if scene.ctx.spec.replicas == 0:
+            message += ", because spec.replicas is 0"
+    deferred = [engine.name for engine in scene.engines if engine.surplus or engine.stale]
+    if deferred:
+        message += f"; changes to {', '.join(deferred[:8])} wait until it runs"
+    left = scene.escalation_in
+    requeue = left if left is not None and left > 0 and not scene.release else None
+    return Verdict(found[1], message, scene.operation, requeue_after=requeue)
+
+
+def child_refused(scene: Scene) -> Verdict | None:
+    """A child cannot be rendered or the API server refuses it."""
+    found = refusal(scene)
+    if found is None:
+        return None
+    return waiting(scene, found[0], "applying children", f"a corrected spec: {found[1]}", requeue_after=60.0)
+
+
+def server_not_ready(scene: Scene) -> Verdict | None:
+    """No front end is ready."""
+    found = server_wait(scene)
+    return None if found is None else waiting(scene, found[0], "starting the front end", found[1])
+
+
+def settled(scene: Scene) -> Verdict:
+    """All that the spec asks for serves."""
+    count = len(scene.wanted)
+    noun = "engine serves" if count == 1 else "engines serve"
+    message = f"{count} {noun}"
+    if scene.woken:
+        message += "; woken by a request"
+    return Verdict(Reason.SERVING, message, scene.operation)

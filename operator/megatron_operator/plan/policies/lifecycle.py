@@ -1,0 +1,149 @@
+"""Policies that move the resource along its verb path: push the open operation, begin the next, let the pods go."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import (
+    LEGAL_SIGNALS,
+    CoordinatorState,
+    DesiredState,
+    LifecyclePhase,
+    ResourceState,
+    SignalKind,
+)
+from megatron_operator.plan.blockers import coordinator_wait, engines_wait
+from megatron_operator.plan.clock import seconds_since
+from megatron_operator.plan.operation import Operation, begin, known, signal_of
+from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.verbs import Reached, Wait, next_step
+from megatron_operator.plan.world import Signal
+
+RETRY_SECONDS = 5.0
+"""After a signal failed, the next attempt waits this long."""
+
+SIGNAL_REASON: dict[SignalKind, Reason] = {
+    SignalKind.PAUSE: Reason.PAUSING,
+    SignalKind.UNPAUSE: Reason.UNPAUSING,
+    SignalKind.SUSPEND: Reason.SUSPENDING,
+    SignalKind.RESUME: Reason.RESUMING,
+    SignalKind.STOP: Reason.STOPPING,
+    SignalKind.DRAIN: Reason.DRAINING,
+}
+
+
+def _deadline(scene: Scene, signal: SignalKind) -> float | None:
+    spec = scene.ctx.spec
+    if signal is SignalKind.DRAIN:
+        return float(spec.lifecycle.drain_seconds)
+    if signal is SignalKind.RESUME:
+        return float(spec.engine.startup_seconds)
+    return None
+
+
+def _step(operation: Operation) -> str:
+    target = f" {operation.engine}" if operation.engine else ""
+    return f"{operation.signal.value}{target} towards {operation.goal.value}"
+
+
+def start(scene: Scene, signal: SignalKind, *, engine: str | None = None) -> Verdict:
+    """Write the intent of a signal down; the pass that finds it written sends it. After a failure of the same signal
+    this waits first."""
+    last = scene.operation
+    if last is not None and last.phase is LifecyclePhase.FAILED and (last.signal, last.engine) == (signal, engine):
+        left = RETRY_SECONDS - seconds_since(last.since, scene.world.now)
+        if left > 0:
+            return waiting(
+                scene,
+                Reason.SIGNAL_FAILED,
+                _step(last),
+                f"the next attempt: {last.message}",
+                requeue_after=left,
+            )
+    operation = begin(scene.world, signal, goal=scene.desired, engine=engine)
+    step = _step(operation)
+    return Verdict(
+        reason=SIGNAL_REASON[signal],
+        message=f"{step}: waiting for the signal to be sent",
+        operation=operation,
+        step=step,
+        waiting_on="the signal to be sent",
+        requeue_after=0.0,
+    )
+
+
+def operation_underway(scene: Scene) -> Verdict | None:
+    """An operation was begun: send it, send it again, or wait for what becomes of it."""
+    operation = scene.operation
+    if operation is None or not operation.open or scene.stopped:
+        return None
+    reason, step = SIGNAL_REASON[operation.signal], _step(operation)
+    coordinator = scene.world.coordinator
+    if not coordinator.reachable:
+        found, on = coordinator_wait(scene)
+        return waiting(scene, found, step, on, requeue_after=scene.overdue_in)
+    if known(operation, coordinator):
+        on = f"{operation.confirmed_ranks or 0} of {operation.total_ranks or 0} ranks to confirm"
+        total = operation.total_ranks
+        waits = f"ranks to confirm ({operation.confirmed_ranks or 0} of {total} have)" if total else on
+        return waiting(scene, reason, step, waits, requeue_after=scene.overdue_in)
+    if operation.signal not in LEGAL_SIGNALS[coordinator.state]:
+        on = f"the coordinator, which is {coordinator.state.value}, to settle"
+        return waiting(scene, Reason.SETTLING, step, on, requeue_after=scene.overdue_in)
+    sent = replace(operation, phase=LifecyclePhase.SUBMITTED, fence=scene.world.fence)
+    signal = signal_of(sent, scene.world, deadline_seconds=_deadline(scene, operation.signal))
+    return replace(
+        waiting(scene, reason, step, "every rank to confirm", actions=(signal,), requeue_after=scene.overdue_in),
+        operation=sent,
+    )
+
+
+def verb_path(scene: Scene) -> Verdict | None:
+    """The desired state is not reached: take the next step of its path."""
+    if scene.observed is ResourceState.STOPPED or scene.stopped:
+        return None
+    step = f"reaching {scene.desired.value}"
+    coordinator = scene.world.coordinator
+    if not coordinator.reachable:
+        reason, on = coordinator_wait(scene)
+        return waiting(scene, reason, step, on, requeue_after=scene.overdue_in)
+    leaving = scene.desired is DesiredState.STOPPED or scene.release
+    found = next_step(
+        coordinator=coordinator.state,
+        engines=[(report.name, report.state) for report in coordinator.engines if report.serving],
+        desired=scene.desired,
+        drained=scene.drained,
+        all_draining=scene.all_draining,
+        stopped=scene.stopped,
+        engines_expected=not leaving,
+    )
+    if isinstance(found, Reached):
+        return None
+    if isinstance(found, Wait):
+        if coordinator.state is CoordinatorState.RECOVERING:
+            return waiting(scene, Reason.COORDINATOR_RECOVERING, step, found.on, requeue_after=scene.overdue_in)
+        if not scene.serving:
+            reason, on = engines_wait(scene)
+            return waiting(scene, reason, step, on, requeue_after=scene.overdue_in)
+        return waiting(scene, Reason.SETTLING, step, found.on, requeue_after=scene.overdue_in)
+    return start(scene, found.signal)
+
+
+def pods_leaving(scene: Scene) -> Verdict | None:
+    """Stopped, or suspended with ReleasePods: the engines' pods are on their way out."""
+    if not (scene.stopped or (scene.release and scene.suspended)):
+        return None
+    left = sorted(pod.name for engine in scene.engines for pod in engine.pods)
+    if not left and scene.engines_empty:
+        return None
+    stopping = scene.desired is DesiredState.STOPPED
+    reason = Reason.STOPPING if stopping else Reason.RELEASING_PODS
+    on = f"pods {', '.join(left[:8])} to end" if left else "the StatefulSets to be scaled to 0"
+    return waiting(scene, reason, "scaling the engines to 0 pods", on)
+
+
+def signals(verdict: Verdict) -> tuple[Signal, ...]:
+    """The signals among a verdict's actions."""
+    return tuple(action for action in verdict.actions if isinstance(action, Signal))

@@ -1,0 +1,357 @@
+"""A World put in order: one view of each engine, what is effectively wanted, what is observed, what was rendered.
+
+Everything here is a function of the World; policies read it and never look at the World's raw lists themselves.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.resource import SuspendLevel
+from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.plan import operation as operations
+from megatron_operator.plan.budget import Budget, engine_budget
+from megatron_operator.plan.clock import seconds_since
+from megatron_operator.plan.operation import Operation
+from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.verbs import AGREEING
+from megatron_operator.plan.world import ChildRef, ChildView, EngineReport, Manifest, PodView, World
+from megatron_operator.render.children import shared_children
+from megatron_operator.render.context import ENGINE, InvalidPodTemplate, RenderContext, manifest_hash
+from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.render.model_source import model_hash
+
+APPS = "apps/v1"
+UNREACHABLE_GRACE_SECONDS = 30
+STUCK_GRACE_SECONDS = 120
+"""How long past the drain deadline a Stopped resource keeps its pods when no coordinator, or an unwilling one, stops
+its engines. Then the pods go anyway: Stopped must not depend on a healthy coordinator."""
+REFUSAL_RETRY_SECONDS = 60
+"""A refused child is offered again this often: quotas and admission rules change without an event for us."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine: its StatefulSet, its pods, and what the coordinator says of it."""
+
+    index: int
+    name: str
+    surplus: bool
+    """Its index is beyond spec.replicas."""
+    statefulset: ChildView | None
+    pods: tuple[PodView, ...]
+    report: EngineReport | None
+    rendered_revision: str
+    budget: Budget
+
+    @property
+    def serving(self) -> bool:
+        return self.report is not None and self.report.serving
+
+    @property
+    def scaled(self) -> int:
+        """Pods that its StatefulSet is set to."""
+        return self.statefulset.replicas if self.statefulset else 0
+
+    @property
+    def empty(self) -> bool:
+        """It has no pods and is to have none."""
+        return self.scaled == 0 and not self.pods
+
+    @property
+    def stale(self) -> bool:
+        """Its StatefulSet holds another revision than the spec renders to."""
+        found = self.statefulset
+        return found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
+
+    @property
+    def stale_pods(self) -> tuple[PodView, ...]:
+        """Pods made from an earlier template than their StatefulSet now has."""
+        revision = self.statefulset.revision if self.statefulset else ""
+        return tuple(pod for pod in self.pods if not pod.deleting and pod.revision not in ("", revision))
+
+
+@dataclass(frozen=True)
+class Scene:
+    """A World with everything that policies ask of it, each worked out once."""
+
+    world: World
+
+    @cached_property
+    def ctx(self) -> RenderContext:
+        resource = self.world.resource
+        return RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self.world.settings)
+
+    @cached_property
+    def status(self) -> Mapping[str, Any]:
+        return self.world.resource.status
+
+    @cached_property
+    def lifecycle(self) -> Mapping[str, Any]:
+        return self.status.get("lifecycle") or {}
+
+    # --- What is wanted -----------------------------------------------------------------------------------------
+
+    @cached_property
+    def woken(self) -> bool:
+        """A request woke the suspended resource, now or earlier at this generation of the spec."""
+        spec, coordinator = self.world.resource.spec, self.world.coordinator
+        if spec.desired_state is not DesiredState.SUSPENDED or not spec.lifecycle.suspend.wake_on_request:
+            return False
+        if spec.replicas == 0:
+            return False
+        already = self.lifecycle.get("wokenGeneration") == self.world.resource.generation
+        suspended = coordinator.reachable and coordinator.state is CoordinatorState.SUSPENDED
+        return already or (suspended and coordinator.queue_length > 0)
+
+    @cached_property
+    def desired(self) -> DesiredState:
+        """`spec.desiredState`, where no replicas means Suspended and a waking request means Running."""
+        spec = self.world.resource.spec
+        if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+            return DesiredState.SUSPENDED
+        return DesiredState.RUNNING if self.woken else spec.desired_state
+
+    @cached_property
+    def requested_at(self) -> str | None:
+        """When the effective desired state was first seen; None if that is now."""
+        same = self.lifecycle.get("desired") == self.desired.value
+        return self.lifecycle.get("requestedAt") if same else None
+
+    @cached_property
+    def release(self) -> bool:
+        """While suspended, engine pods are given back."""
+        spec = self.world.resource.spec
+        suspend = spec.lifecycle.suspend
+        if self.desired is not DesiredState.SUSPENDED:
+            return False
+        if suspend.level is SuspendLevel.RELEASE_PODS or spec.replicas == 0:
+            return True
+        left = self.escalation_in
+        return left is not None and left <= 0
+
+    @cached_property
+    def escalation_in(self) -> float | None:
+        """Seconds until a suspended resource gives its pods back as well; None when it never will."""
+        after = self.world.resource.spec.lifecycle.suspend.escalate_after_seconds
+        history = self.status.get("history") or []
+        if after is None or not history or history[-1]["to"] != ResourceState.SUSPENDED.value:
+            return None
+        return after - seconds_since(history[-1]["at"], self.world.now)
+
+    # --- The operation ------------------------------------------------------------------------------------------
+
+    @cached_property
+    def operation(self) -> Operation | None:
+        return operations.resolve(operations.from_status(self.lifecycle), self.world, self.desired)
+
+    def _over(self, signal: SignalKind) -> bool:
+        found = self.operation
+        return found is not None and found.goal is self.desired and found.over(signal)
+
+    @cached_property
+    def drained(self) -> bool:
+        return self._over(SignalKind.DRAIN)
+
+    @cached_property
+    def all_draining(self) -> bool:
+        found = self.operation
+        return found is not None and not found.open and found.signal is SignalKind.DRAIN and found.engine is None
+
+    @cached_property
+    def overdue_in(self) -> float | None:
+        """Seconds until a stop that makes no progress goes on without its coordinator; None unless stopping."""
+        if self.desired is not DesiredState.STOPPED or self.requested_at is None:
+            return None
+        grace = STUCK_GRACE_SECONDS if self.world.coordinator.reachable else UNREACHABLE_GRACE_SECONDS
+        limit = self.world.resource.spec.lifecycle.drain_seconds + grace
+        return limit - seconds_since(self.requested_at, self.world.now)
+
+    @cached_property
+    def stopped(self) -> bool:
+        """Nothing more is to be said to the engines: their pods may go."""
+        if self.desired is not DesiredState.STOPPED:
+            return False
+        overdue = self.overdue_in
+        return self._over(SignalKind.STOP) or (overdue is not None and overdue <= 0)
+
+    # --- Engines ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def engines(self) -> tuple[EngineView, ...]:
+        """Every engine that is wanted or exists, by index."""
+        world, ctx = self.world, self.ctx
+        pattern = re.compile(re.escape(f"{ctx.name}-engine-") + r"(0|[1-9][0-9]*)")
+        indexes = set(range(ctx.spec.replicas))
+        for ref in world.children:
+            match = pattern.fullmatch(ref.name) if ref.kind in ("StatefulSet", "Service") else None
+            if match and world.children[ref].owned:
+                indexes.add(int(match.group(1)))
+        reports = {report.name: report for report in world.coordinator.engines if world.coordinator.reachable}
+        return tuple(self._engine(index, reports) for index in sorted(indexes))
+
+    def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
+        world, name = self.world, self.ctx.engine_name(index)
+        pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
+        manifest = self.engine_manifest(index)
+        return EngineView(
+            index=index,
+            name=name,
+            surplus=index >= self.ctx.spec.replicas,
+            statefulset=world.children.get(ChildRef("StatefulSet", name, APPS)),
+            pods=pods,
+            report=reports.get(name),
+            rendered_revision=engine_revision(manifest) if manifest else "",
+            budget=engine_budget(world, name, pods),
+        )
+
+    @cached_property
+    def wanted(self) -> tuple[EngineView, ...]:
+        return tuple(engine for engine in self.engines if not engine.surplus)
+
+    @cached_property
+    def serving(self) -> tuple[EngineView, ...]:
+        return tuple(engine for engine in self.engines if engine.serving)
+
+    @cached_property
+    def engines_empty(self) -> bool:
+        """No engine has a pod or is to get one without a further write."""
+        return all(engine.empty for engine in self.engines)
+
+    @cached_property
+    def suspended(self) -> bool:
+        """Coordinator and all serving engines are SUSPENDED, and nothing is under way."""
+        return self.steady is CoordinatorState.SUSPENDED and not (self.operation and self.operation.open)
+
+    def pods_for(self, engine: EngineView) -> int:
+        """How many pods an engine is to have now: none, or all."""
+        full = self.ctx.spec.pods_per_engine
+        if engine.budget.exhausted is not None:
+            return 0
+        if self.desired is DesiredState.STOPPED:
+            leave = self.stopped
+        elif self.release:
+            leave = self.suspended
+        else:
+            return full
+        return 0 if leave or engine.scaled == 0 else full
+
+    # --- What is observed ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def steady(self) -> CoordinatorState | None:
+        """The coordinator's state if it is steady and every serving engine agrees, else None."""
+        coordinator = self.world.coordinator
+        if not coordinator.reachable or coordinator.state not in AGREEING:
+            return None
+        agreeing = AGREEING[coordinator.state]
+        reports = (report for report in coordinator.engines if report.serving)
+        return coordinator.state if all(report.state in agreeing for report in reports) else None
+
+    @cached_property
+    def observed(self) -> ResourceState:
+        """The state that coordinator, engines and pods are in together. Never claims what a rank has not reported."""
+        if self.wanted and all(engine.budget.exhausted for engine in self.wanted):
+            return ResourceState.FAILED
+        if self.desired is DesiredState.STOPPED and self.engines_empty:
+            return ResourceState.STOPPED
+        if not self.world.coordinator.reachable:
+            started = self.status.get("state") not in (None, ResourceState.PENDING.value)
+            return ResourceState.UNKNOWN if started else ResourceState.PENDING
+        some = bool(self.serving)
+        if self.steady is CoordinatorState.RUNNING and some:
+            return ResourceState.RUNNING
+        if self.steady is CoordinatorState.PAUSED and some:
+            return ResourceState.PAUSED
+        if self.steady is CoordinatorState.SUSPENDED and (some or self.release):
+            return ResourceState.SUSPENDED
+        return ResourceState.PENDING
+
+    @cached_property
+    def state(self) -> ResourceState:
+        """`status.state`: what is observed, or the verb that is on its way."""
+        if self.observed in (ResourceState.STOPPED, ResourceState.FAILED):
+            return self.observed
+        return self.state_with(self.operation)
+
+    def state_with(self, operation: Operation | None) -> ResourceState:
+        """`status.state` as it is once `operation` is the one under way."""
+        if self.observed in (ResourceState.STOPPED, ResourceState.FAILED):
+            return self.observed
+        if self.desired is DesiredState.STOPPED and (self.serving or not self.engines_empty):
+            return ResourceState.STOPPING
+        if operation is not None and operation.open and operation.phase is not LifecyclePhase.UNKNOWN:
+            verb = VERB_STATE.get(operation.signal)
+            if verb is not None:
+                return verb
+        return self.observed
+
+    # --- What is rendered ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def shared(self) -> tuple[list[Manifest], str | None]:
+        """The shared children, and why some of them could not be rendered."""
+        try:
+            return shared_children(self.ctx), None
+        except InvalidPodTemplate as error:
+            return [], str(error)
+
+    def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
+        """The StatefulSet of an engine. One that shall have no pods never fails for its podTemplate."""
+        count = self.ctx.spec.pods_per_engine if pods is None else pods
+        try:
+            manifest = engine_statefulset(self.ctx, index, pods=count)
+        except InvalidPodTemplate:
+            manifest = None
+        if count == 0 and (manifest is None or self.refused(manifest) is not None):
+            return engine_statefulset(self._bare_ctx, index, pods=0)
+        return manifest
+
+    @cached_property
+    def _bare_ctx(self) -> RenderContext:
+        spec = self.ctx.spec
+        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None})})
+        ctx = self.ctx
+        return RenderContext(ctx.name, ctx.namespace, ctx.uid, bare, ctx.settings)
+
+    @cached_property
+    def template_error(self) -> str | None:
+        """Why a podTemplate cannot be merged, if so."""
+        if self.shared[1] is not None:
+            return self.shared[1]
+        try:
+            engine_statefulset(self.ctx, 0, pods=0)
+        except InvalidPodTemplate as error:
+            return str(error)
+        return None
+
+    @cached_property
+    def model_hash(self) -> str:
+        return model_hash(self.ctx)
+
+    def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
+        """The API server's answer to this very manifest, while it is not yet time to offer it again."""
+        ref = child_ref(manifest)
+        refusal = self.world.refusals.get(ref)
+        if refusal is None or refusal.hash != manifest_hash(manifest):
+            return None
+        if (self.world.now - refusal.at).total_seconds() >= REFUSAL_RETRY_SECONDS:
+            return None
+        template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
+        reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
+        return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
+
+
+VERB_STATE: dict[SignalKind, ResourceState] = {
+    SignalKind.PAUSE: ResourceState.PAUSING,
+    SignalKind.UNPAUSE: ResourceState.UNPAUSING,
+    SignalKind.SUSPEND: ResourceState.SUSPENDING,
+    SignalKind.RESUME: ResourceState.RESUMING,
+    SignalKind.STOP: ResourceState.STOPPING,
+}
+"""What a resource is doing while a signal is under way. DRAIN of one engine does not change its state."""

@@ -1,0 +1,234 @@
+"""The status composer: scene and verdict to the whole `.status`.
+
+Invariants: the same facts give the same bytes (no time moves unless the fact it dates moved), so that a pass that
+changes nothing writes nothing; nothing that changes with traffic is in it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.states import DesiredState, ResourceState
+from megatron_operator.model.status import HISTORY_LENGTH
+from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
+from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
+from megatron_operator.plan.policies.verdict import Verdict
+from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.render.context import scale_selector
+
+T = ConditionType
+STABLE = frozenset(
+    {
+        ResourceState.RUNNING,
+        ResourceState.PAUSED,
+        ResourceState.SUSPENDED,
+        ResourceState.STOPPED,
+        ResourceState.FAILED,
+    }
+)
+REACHED: dict[DesiredState, ResourceState] = {
+    DesiredState.RUNNING: ResourceState.RUNNING,
+    DesiredState.PAUSED: ResourceState.PAUSED,
+    DesiredState.SUSPENDED: ResourceState.SUSPENDED,
+    DesiredState.STOPPED: ResourceState.STOPPED,
+}
+
+Finding = tuple[str, Reason, str]
+"""Status, reason and message of a condition."""
+
+
+def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
+    """The whole status."""
+    world, ctx = scene.world, scene.ctx
+    state = scene.state_with(verdict.operation)
+    epoch = world.coordinator.epoch if world.coordinator.reachable else scene.status.get("epoch", 0)
+    serving = [engine for engine in scene.wanted if engine.serving]
+    status: dict[str, Any] = {
+        "observedGeneration": world.resource.generation,
+        "state": state.value,
+        "ready": f"{len(serving)}/{ctx.spec.replicas}",
+        "model": ctx.model_name,
+        "revision": scene.wanted[0].rendered_revision if scene.wanted else scene.status.get("revision", ""),
+        "endpoint": ctx.endpoint,
+        "epoch": epoch,
+        "replicas": sum(engine.scaled > 0 for engine in scene.engines),
+        "readyReplicas": len(serving),
+        "updatedReplicas": sum(_updated(engine) for engine in scene.wanted),
+        "selector": scale_selector(ctx),
+        "conditions": _conditions(scene, verdict, state),
+        "lifecycle": _lifecycle(scene, verdict),
+        "engines": [_engine(scene, engine) for engine in scene.engines],
+        "history": _history(scene, verdict, state),
+    }
+    plan = _plan(scene, verdict)
+    if plan is not None:
+        status["plan"] = plan
+    return status
+
+
+def _updated(engine: EngineView) -> bool:
+    return engine.scaled > 0 and not engine.stale and not engine.stale_pods
+
+
+def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
+    fields: dict[str, Any] = {
+        "desired": scene.desired.value,
+        "observed": scene.observed.value,
+        "requestedAt": scene.requested_at or stamp(scene.world.now),
+    }
+    if scene.woken:
+        fields["wokenGeneration"] = scene.world.resource.generation
+    if verdict.operation is not None:
+        fields |= verdict.operation.to_status()
+    return fields
+
+
+def _plan(scene: Scene, verdict: Verdict) -> dict[str, Any] | None:
+    if not verdict.step:
+        return None
+    before = scene.status.get("plan") or {}
+    since = before.get("since") if before.get("step") == verdict.step else None
+    return {
+        "step": verdict.step,
+        "waitingOn": verdict.waiting_on,
+        "since": since or stamp_seconds(scene.world.now),
+    }
+
+
+def _engine_state(scene: Scene, engine: EngineView) -> str:
+    if engine.budget.exhausted is not None:
+        return "Failed"
+    if engine.report is not None:
+        return engine.report.state.value if engine.report.serving else "Loading"
+    return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
+
+
+def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
+    report = engine.report
+    return {
+        "name": engine.name,
+        "state": _engine_state(scene, engine),
+        "revision": engine.statefulset.revision if engine.statefulset else "",
+        "epoch": report.epoch if report else 0,
+        "ranks": report.ranks if report else 0,
+        **engine.budget.to_status(),
+    }
+
+
+def _history(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[str, Any]]:
+    history = list(scene.status.get("history") or [])
+    last = history[-1]["to"] if history else ResourceState.PENDING.value
+    if state not in STABLE or state.value == last:
+        return history
+    since = seconds_since(scene.requested_at, scene.world.now)
+    entry: dict[str, Any] = {
+        "from": last,
+        "to": state.value,
+        "by": _requester(scene),
+        "at": stamp(scene.world.now),
+        "seconds": round(since, 3) if since != float("inf") else 0.0,
+    }
+    if verdict.operation is not None:
+        entry["operationId"] = verdict.operation.id
+    return [*history, entry][-HISTORY_LENGTH:]
+
+
+def _requester(scene: Scene) -> str:
+    spec = scene.ctx.spec
+    if scene.woken:
+        return "spec.lifecycle.suspend.wakeOnRequest"
+    if spec.replicas == 0 and spec.desired_state in (DesiredState.RUNNING, DesiredState.PAUSED):
+        return "spec.replicas"
+    return scene.world.resource.changed_by or "spec.desiredState"
+
+
+# --- Conditions -----------------------------------------------------------------------------------------------------
+
+
+def _conditions(scene: Scene, verdict: Verdict, state: ResourceState) -> list[dict[str, Any]]:
+    found = {
+        T.READY: _ready(scene, verdict, state),
+        T.COORDINATOR_READY: _coordinator_ready(scene),
+        T.ENGINES_READY: _engines_ready(scene),
+        T.LIFECYCLE_SETTLED: _lifecycle_settled(scene, verdict, state),
+        T.PROGRESSING: _progressing(verdict),
+        T.DEGRADED: _degraded(scene, verdict),
+    }
+    before = {entry["type"]: entry for entry in scene.status.get("conditions") or ()}
+    return [
+        condition(
+            kind,
+            finding,
+            generation=scene.world.resource.generation,
+            before=before.get(kind.value),
+            now=stamp_seconds(scene.world.now),
+        )
+        for kind, finding in found.items()
+    ]
+
+
+def condition(
+    kind: ConditionType, finding: Finding, *, generation: int, before: dict[str, Any] | None, now: str
+) -> dict[str, Any]:
+    """One condition; its transition time moves only with its status."""
+    status, reason, message = finding
+    kept = before["lastTransitionTime"] if before is not None and before["status"] == status else now
+    return {
+        "type": kind.value,
+        "status": status,
+        "reason": reason.value,
+        "message": message[:1024],
+        "observedGeneration": generation,
+        "lastTransitionTime": kept,
+    }
+
+
+def _ready(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
+    serves = state is ResourceState.RUNNING and scene.desired is DesiredState.RUNNING and server_wait(scene) is None
+    return ("True" if serves else "False"), verdict.reason, verdict.message
+
+
+def _coordinator_ready(scene: Scene) -> Finding:
+    coordinator = scene.world.coordinator
+    if not coordinator.reachable:
+        reason, on = coordinator_wait(scene)
+        return "False", reason, f"waiting for {on}"
+    if coordinator.state.value == "RECOVERING":
+        return "False", Reason.COORDINATOR_RECOVERING, Reason.COORDINATOR_RECOVERING.doc
+    return "True", Reason.AVAILABLE, "the coordinator answers"
+
+
+def _engines_ready(scene: Scene) -> Finding:
+    serving, wanted = sum(engine.serving for engine in scene.wanted), len(scene.wanted)
+    if scene.observed is ResourceState.STOPPED:
+        return "False", Reason.STOPPED, "there are no engine pods"
+    if scene.release and scene.engines_empty:
+        return "False", Reason.SUSPENDED, "engine pods are given back"
+    if not scene.world.coordinator.reachable:
+        return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
+    if serving == wanted:
+        return "True", Reason.AVAILABLE, f"{serving} of {wanted} engines are registered"
+    reason, on = engines_wait(scene)
+    return "False", reason, f"{serving} of {wanted} engines are registered; waiting for {on}"
+
+
+def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
+    if state is REACHED[scene.desired] and scene.observed is state:
+        return "True", Reason.SETTLED, f"{state.value}, as asked"
+    return "False", verdict.reason, f"{scene.desired.value} is asked for, {state.value} is observed"
+
+
+def _progressing(verdict: Verdict) -> Finding:
+    if verdict.step:
+        return "True", verdict.reason, f"{verdict.step}: waiting for {verdict.waiting_on}"
+    return "False", Reason.SETTLED, "nothing is left to do"
+
+
+def _degraded(scene: Scene, verdict: Verdict) -> Finding:
+    found = degradation(scene)
+    if found is not None:
+        return "True", found[0], found[1]
+    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED):
+        return "True", verdict.reason, verdict.message
+    return "False", Reason.ALL_WELL, "nothing is wrong"
