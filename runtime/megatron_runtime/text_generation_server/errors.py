@@ -1,0 +1,117 @@
+"""One exception for everything a client is told, and the JSON that OpenAI clients expect of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from starlette.responses import JSONResponse
+
+TYPE_OF_STATUS = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    503: "service_unavailable_error",
+    504: "timeout_error",
+}
+CONTEXT_LENGTH_PHRASE = "This model's maximum context length was exceeded."
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
+    retry_after_seconds: when trying again makes sense.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_seconds: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.retry_after_seconds = retry_after_seconds
+
+    def body(self) -> dict[str, Any]:
+        kind = TYPE_OF_STATUS.get(self.status, "server_error")
+        return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        headers: dict[str, str] = {}
+        if self.retry_after_seconds is not None:
+            headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_seconds)))
+        if self.status == 401:
+            headers["WWW-Authenticate"] = "Bearer"
+        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+
+
+def context_length_error(*, prompt_length: int, limit: int, param: str) -> ApiError:
+    """400 for a prompt that leaves no room for an answer."""
+    return ApiError(
+        400,
+        f"{CONTEXT_LENGTH_PHRASE} It is {limit} tokens for prompt and answer, and the prompt alone is {prompt_length}: "
+        "shorten it.",
+        param=param,
+        code="context_length_exceeded",
+    )
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """400 for what pydantic refused: the first problem, under the name of its field."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
+    place = _field_name(first["loc"])
+    if first["type"] == "extra_forbidden":
+        return ApiError(
+            400, f"Unrecognized request argument: {place}. Remove it.", param=place, code="unknown_parameter"
+        )
+    if first["type"] == "missing":
+        return ApiError(400, f"Missing required parameter: {place}.", param=place, code="missing_required_parameter")
+    message = first["msg"].removeprefix("Value error, ")
+    seen = "" if first["type"] == "value_error" else f", not {_shown(first.get('input'))}"
+    named = place or "the request body"
+    return ApiError(400, f"Invalid value for {named}: {message}{seen}.", param=place or None, code="invalid_value")
+
+
+def from_reply_error(error: Mapping[str, Any] | None) -> ApiError:
+    """The error of a FAILED reply, by its HTTP-like code; 500 where it has none."""
+    error = error or {}
+    code, message = error.get("code"), str(error.get("message") or "the engine failed to answer")
+    status = code if isinstance(code, int) and 400 <= code < 600 else 500
+    if error.get("type") == "MaxSequenceLengthOverflow":
+        status = 400
+        message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} {message}"
+    retry = error.get("retry_after_seconds")
+    if retry is None and status in (429, 503):
+        retry = 1.0
+    return ApiError(status, message, code=error.get("type"), retry_after_seconds=retry)
+
+
+def _field_name(place: Sequence[str | int]) -> str:
+    """`("messages", 0, "content")` as `messages[0].content`; names of union branches are pydantic's, not the user's."""
+    name = ""
+    for part in place:
+        if isinstance(part, int):
+            name += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "float", "bool"):
+            name += f".{part}" if name else part
+    return name
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."

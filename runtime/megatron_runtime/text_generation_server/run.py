@@ -1,0 +1,132 @@
+"""`megatron server`: one HTTP process, from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.text_generation_server.app import create_app
+from megatron_runtime.text_generation_server.service import Service
+from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.security import PeerKeys
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 2
+"""After the drain: time for the last bytes to leave."""
+
+
+def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return; a second signal cuts the drain short.
+
+    listener: an already bound socket; None binds host and port.
+    Raises OSError when the address is taken and TokenizerLoadError when the model has no readable tokenizer.
+    """
+    listener = listener or listen(host=settings.host, port=settings.port)
+    with listener:
+        tokenizer = load_tokenizer(settings.model)
+        loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
+
+
+def listen(*, host: str, port: int) -> socket.socket:
+    """Return a bound socket, so that a taken port is told before anything slow is done."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+    except OSError as error:
+        listener.close()
+        message = f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
+        raise OSError(error.errno, message) from error
+    return listener
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn, with signals left to the caller, who drains first."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def http_server(app: object) -> HttpServer:
+    """Return the configured HTTP server of an application."""
+    return HttpServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]  # any ASGI callable
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        )
+    )
+
+
+async def drain(service: Service, http: HttpServer) -> None:
+    """Stop being ready, let open requests end while the drain time lasts, answer the rest with an error, close."""
+    service.draining = True
+    settings = service.settings
+    logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings.drain_seconds):
+            await _first(service.expired.wait(), _lingered(service))
+    service.expired.set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await service.wait_idle()
+    http.should_exit = True
+
+
+async def _lingered(service: Service) -> None:
+    await asyncio.sleep(service.settings.linger_seconds)
+    await service.wait_idle()
+
+
+async def _first(*waits: object) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
+    keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
+    client = InferenceClient(settings.coordinator, deserialize=False, keys=keys)
+    app = create_app(settings, backend=client, tokenizer=tokenizer)
+    service: Service = app.state.service
+    http = http_server(app)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            service.expired.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    await client.start()
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await drain(service, http)
+        await serving
+    finally:
+        stopping.cancel()
+        client.stop()

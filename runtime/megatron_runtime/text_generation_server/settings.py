@@ -1,0 +1,43 @@
+"""What one server process is told at start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerSettings:
+    """Settings of `megatron server`.
+
+    coordinator:        address of the coordinator's client port, "tcp://host:port".
+    model:              model reference; the tokenizer is read from it.
+    model_name:         name under which /v1/models offers it; None means the reference itself.
+    host, port:         where HTTP listens; port 0 picks a free one.
+    keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
+    api_keys:           bearer tokens that open /v1; empty leaves it open.
+    max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
+    max_body_bytes:     longest request body.
+    keep_alive_seconds: a stream that is silent this long gets a comment.
+    drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
+    linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
+    vllm_metrics:       also expose metrics under their vllm: names.
+    """
+
+    coordinator: str = ""
+    model: str = "builtin:smollm2-135m"
+    model_name: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys_dir: Path | None = None
+    api_keys: tuple[str, ...] = ()
+    max_sequence_length: int | None = None
+    max_body_bytes: int = 4 * 1024 * 1024
+    keep_alive_seconds: float = 15.0
+    drain_seconds: float = 60.0
+    linger_seconds: float = 0.0
+    vllm_metrics: bool = True
+
+    @property
+    def served_name(self) -> str:
+        return self.model_name or self.model

@@ -1,0 +1,210 @@
+"""What clients are told when something is wrong: OpenAI's error shape, the field at fault, and never a crash."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import openai
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_runtime.inference_client import RequestRejectedError
+
+CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+
+
+def error_of(reply: Any) -> dict[str, Any]:
+    body = reply.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "phrase"),
+    [
+        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+        ({"temperature": "hot"}, "temperature", "not 'hot'"),
+        ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+        ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+        ({"n": 0}, "n", "greater than or equal to 1"),
+        ({"seed": 1 << 70}, "seed", "less than"),
+        ({"stream": "yes"}, "stream", "valid boolean"),
+        ({"stop": 5}, "stop", "a string or a list of strings"),
+        ({"stop": [""]}, "stop", "1 to"),
+        ({"stop": ["x"] * 100}, "stop", "at most"),
+        ({"messages": []}, "messages", "at least 1"),
+        ({"messages": "hi"}, "messages", "valid array"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'user'"),
+        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+        ({"model": None}, "model", "valid string"),
+        ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+        ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
+        ({"logprobs": True}, "logprobs", "not offered"),
+        ({"top_logprobs": 3}, "top_logprobs", "not offered"),
+        ({"tools": [{"type": "function"}]}, "tools", "not offered"),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not offered"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty", "not offered"),
+        ({"logit_bias": {"5": 1}}, "logit_bias", "not offered"),
+        ({"temprature": 1}, "temprature", "Unrecognized request argument"),
+        ({"chat_template_kwargs": {"messages": 1}}, "messages", "set by the request itself"),
+    ],
+)
+async def test_bad_field_is_named_with_a_remedy(running: Any, fields: Any, param: str, phrase: str) -> None:
+    reply = await running.post("/v1/chat/completions", {**CHAT, **fields})
+    assert reply.status_code == 400, reply.text
+    error = error_of(reply)
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
+    assert phrase in error["message"]
+    assert running.backend.requests == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "phrase"),
+    [
+        ("", "it has no tokens"),
+        ([], "a string, a list of token ids"),
+        ([[]], "non-empty lists"),
+        (["a", [1]], "all prompts to be strings"),
+        ([49152], "token id 49152 is not in 0..49151"),
+        ([-1], "token id -1"),
+        ([1 << 80], "token id"),
+        (None, "a string, a list"),
+        ({"a": 1}, "a string, a list"),
+    ],
+)
+async def test_bad_prompt_is_refused(running: Any, prompt: Any, phrase: str) -> None:
+    reply = await running.post("/v1/completions", {"model": "smollm2", "prompt": prompt})
+    assert reply.status_code == 400, reply.text
+    assert error_of(reply)["param"] == "prompt"
+    assert phrase in error_of(reply)["message"]
+
+
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000])
+async def test_body_that_is_no_request_is_refused(running: Any, body: bytes) -> None:
+    for path in ("/v1/chat/completions", "/v1/completions"):
+        reply = await running.http.post(path, content=body)
+        assert reply.status_code == 400
+        assert error_of(reply)["type"] == "invalid_request_error"
+
+
+async def test_any_json_gets_an_answer(running: Any) -> None:
+    json_values = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+        max_leaves=6,
+    )
+    names = st.sampled_from(
+        [
+            "messages",
+            "prompt",
+            "stop",
+            "n",
+            "seed",
+            "temperature",
+            "max_tokens",
+            "chat_template_kwargs",
+            "stream_options",
+        ]
+    )
+    loop = asyncio.get_running_loop()
+
+    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @given(fields=st.dictionaries(names, json_values, max_size=3), path=st.sampled_from(["chat/", ""]))
+    def check(fields: dict[str, Any], path: str) -> None:
+        body = json.dumps({"model": "smollm2", **fields})
+        reply = asyncio.run_coroutine_threadsafe(
+            running.http.post(f"/v1/{path}completions", content=body), loop
+        ).result()
+        assert reply.status_code in (200, 400), reply.text
+        if reply.status_code == 400:
+            error_of(reply)
+
+    await asyncio.to_thread(check)
+
+
+async def test_unknown_model_and_route_and_method(running: Any) -> None:
+    with pytest.raises(openai.NotFoundError, match="offers 'smollm2'") as caught:
+        await running.openai.chat.completions.create(**{**CHAT, "model": "gpt-4"})
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+    reply = await running.http.get("/v1/nothing")
+    assert (reply.status_code, error_of(reply)["code"]) == (404, "unknown_url")
+    reply = await running.http.get("/v1/chat/completions")
+    assert (reply.status_code, error_of(reply)["code"]) == (405, "method_not_allowed")
+    assert reply.headers["allow"] == "POST"
+
+
+async def test_prompt_beyond_the_context_is_refused(start: Any) -> None:
+    running = await start(max_sequence_length=64)
+    for path, body in (
+        ("/v1/chat/completions", {**CHAT, "messages": [{"role": "user", "content": "word " * 100}]}),
+        ("/v1/completions", {"model": "smollm2", "prompt": [5] * 64}),
+    ):
+        reply = await running.post(path, body)
+        assert reply.status_code == 400
+        assert "This model's maximum context length was exceeded." in error_of(reply)["message"]
+        assert error_of(reply)["code"] == "context_length_exceeded"
+    fits = await running.post("/v1/completions", {"model": "smollm2", "prompt": [5] * 63, "max_tokens": 50})
+    assert fits.json()["usage"]["completion_tokens"] == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("code", "sdk_error"),
+    [(429, openai.RateLimitError), (503, openai.InternalServerError), (504, openai.InternalServerError)],
+)
+async def test_refusals_keep_their_status(running: Any, code: int, sdk_error: type[Exception], stream: bool) -> None:
+    running.backend.reject = RequestRejectedError(code, "the queue is full", 2.2)
+    with pytest.raises(sdk_error, match="the queue is full") as caught:
+        await running.openai.chat.completions.create(**CHAT, stream=stream)
+    assert caught.value.response.status_code == code  # type: ignore[attr-defined]
+    assert caught.value.response.headers["retry-after"] == "3"  # type: ignore[attr-defined]
+
+
+async def test_failure_of_the_engine_is_told(running: Any) -> None:
+    running.backend.failure = {"type": "MaxSequenceLengthOverflow", "message": "900 > 800", "code": 400}
+    reply = await running.chat()
+    assert reply.status_code == 400
+    assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
+    running.backend.failure = {"type": "EngineError", "message": "lost", "code": None}
+    assert (await running.chat()).status_code == 500
+
+
+async def test_failure_in_mid_stream_is_an_event(running: Any) -> None:
+    running.backend.failure = {"type": "Stopped", "message": "the engines were stopped", "code": 503}
+    stream = await running.openai.chat.completions.create(**CHAT, stream=True)
+    assert (await anext(stream)).choices
+    with pytest.raises(openai.APIError, match="the engines were stopped"):
+        _ = [chunk async for chunk in stream]
+    text = (await running.chat(stream=True)).text
+    assert text.endswith("data: [DONE]\n\n")
+
+
+async def test_body_limit(start: Any) -> None:
+    running = await start(max_body_bytes=1000)
+
+    async def chunks() -> Any:
+        for _ in range(3):
+            yield b" " * 500
+
+    for content in (b" " * 1001, chunks()):
+        reply = await running.http.post("/v1/completions", content=content)
+        assert (reply.status_code, error_of(reply)["code"]) == (413, "body_too_large")
+
+
+async def test_api_keys_guard_v1_only(start: Any) -> None:
+    running = await start(api_keys=("first", "second-ключ"))
+    assert (await running.http.get("/readyz")).status_code == 200
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
+        reply = await running.http.get("/v1/models", headers=header)
+        assert (reply.status_code, error_of(reply)["code"]) == (401, "invalid_api_key")
+        assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
+    reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
+    assert reply.status_code == 200

@@ -1,0 +1,192 @@
+"""The OpenAI API as the openai SDK and plain HTTP see it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import openai
+import pytest
+
+CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once", "max_tokens": 100}
+
+
+async def test_models_are_listed_and_fetched(running: Any) -> None:
+    models = [model.id async for model in running.openai.models.list()]
+    assert models == ["smollm2"]
+    assert (await running.openai.models.retrieve("smollm2")).id == "smollm2"
+    with pytest.raises(openai.NotFoundError, match="'other' does not exist"):
+        await running.openai.models.retrieve("other")
+
+
+async def test_chat_answer_has_text_reason_and_usage(running: Any, tokenizer: Any, answer: str) -> None:
+    reply = await running.openai.chat.completions.create(**CHAT)
+    assert reply.choices[0].message.content == answer
+    assert reply.choices[0].message.role == "assistant"
+    assert reply.choices[0].finish_reason == "stop"
+    prompt = tokenizer.encode_chat(CHAT["messages"])
+    assert running.backend.requests[0][0] == prompt
+    assert reply.usage.prompt_tokens == len(prompt)
+    assert reply.usage.completion_tokens == len(tokenizer.encode(answer)) + 1
+    assert reply.usage.total_tokens == reply.usage.prompt_tokens + reply.usage.completion_tokens
+    assert reply.usage.prompt_tokens_details.cached_tokens == 3
+
+
+async def test_streamed_chat_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+    stream = await running.openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
+    chunks = [chunk async for chunk in stream]
+    assert chunks[0].choices[0].delta.role == "assistant"
+    texts = [chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices]
+    assert "".join(texts) == answer
+    assert len([text for text in texts if text]) > 5
+    assert not any("\N{REPLACEMENT CHARACTER}" in text for text in texts)
+    assert chunks[-2].choices[0].finish_reason == "stop"
+    assert chunks[-1].choices == []
+    whole = await running.openai.chat.completions.create(**CHAT)
+    assert chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None for chunk in chunks[:-1])
+    assert len({chunk.id for chunk in chunks}) == 1
+
+
+async def test_streamed_completion_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+    stream = await running.openai.completions.create(**COMPLETION, stream=True)
+    chunks = [chunk async for chunk in stream]
+    assert "".join(chunk.choices[0].text for chunk in chunks) == answer
+    assert [chunk.choices[0].finish_reason for chunk in chunks] == [None] * (len(chunks) - 1) + ["stop"]
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+async def test_events_are_framed_and_end_with_done(running: Any) -> None:
+    reply = await running.chat(stream=True)
+    assert reply.headers["content-type"].startswith("text/event-stream")
+    events = reply.text.split("\n\n")
+    assert events[-2:] == ["data: [DONE]", ""]
+    assert all(json.loads(event.removeprefix("data: ")) for event in events[:-2])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        ("café", "The llama 🦙 says: naïve "),
+        (["nowhere", "東"], "The llama 🦙 says: naïve café, "),
+        (["The"], ""),
+    ],
+)
+async def test_stop_strings_end_the_text_before_them(running: Any, stream: bool, stop: Any, expected: str) -> None:
+    if stream:
+        chunks = [c async for c in await running.openai.chat.completions.create(**CHAT, stop=stop, stream=True)]
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        reason = chunks[-1].choices[0].finish_reason
+    else:
+        reply = await running.openai.chat.completions.create(**CHAT, stop=stop)
+        text, reason = reply.choices[0].message.content, reply.choices[0].finish_reason
+    assert (text, reason) == (expected, "stop")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_token_that_ends_the_answer_is_no_part_of_it(
+    running: Any, tokenizer: Any, answer: str, stream: bool
+) -> None:
+    comma = tokenizer.encode(",")[0]
+    extra = {"stop_token_ids": [comma]}
+    reply = await running.chat(stream=stream, **extra)
+    expected = answer.split(",")[0]
+    if stream:
+        deltas = [json.loads(line[6:]) for line in reply.text.split("\n\n")[:-2]]
+        assert "".join(delta["choices"][0]["delta"].get("content", "") for delta in deltas) == expected
+    else:
+        assert reply.json()["choices"][0]["message"]["content"] == expected
+        below_minimum = await running.chat(min_tokens=50, max_tokens=50, **extra)
+        assert "," in below_minimum.json()["choices"][0]["message"]["content"]
+
+
+async def test_token_limits_cut_with_reason_length(running: Any, tokenizer: Any) -> None:
+    for field in ("max_tokens", "max_completion_tokens"):
+        reply = await running.openai.chat.completions.create(**CHAT, **{field: 4})
+        assert (reply.choices[0].finish_reason, reply.usage.completion_tokens) == ("length", 4)
+    await running.openai.completions.create(model="smollm2", prompt="x")
+    assert running.backend.requests[-1][1].num_tokens_to_generate == 16
+    await running.openai.chat.completions.create(**CHAT)
+    prompt, params = running.backend.requests[-1]
+    assert params.num_tokens_to_generate == tokenizer.context_length - len(prompt)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_choices_of_a_seed_differ_and_repeat(running: Any, stream: bool) -> None:
+    async def texts(seed: int) -> list[str]:
+        fields = {"model": "smollm2", "messages": CHAT["messages"], "n": 3, "seed": seed, "max_tokens": 10}
+        if not stream:
+            reply = await running.openai.chat.completions.create(**fields)
+            assert [choice.index for choice in reply.choices] == [0, 1, 2]
+            return [choice.message.content for choice in reply.choices]
+        by_index = {0: "", 1: "", 2: ""}
+        async for chunk in await running.openai.chat.completions.create(**fields, stream=True):
+            by_index[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
+        return list(by_index.values())
+
+    first = await texts(7)
+    assert len(set(first)) == 3
+    assert await texts(7) == first
+    assert await texts(-8) != first
+
+
+async def test_several_prompts_keep_order_and_count_each_once(running: Any, tokenizer: Any, answer: str) -> None:
+    prompts = ["One", "Two and more", "🦙"]
+    reply = await running.openai.completions.create(
+        model="smollm2", prompt=prompts, temperature=0, n=2, max_tokens=100, echo=True
+    )
+    assert [choice.text for choice in reply.choices] == [text + answer for text in prompts for _ in range(2)]
+    assert reply.usage.prompt_tokens == sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert reply.usage.completion_tokens == 6 * (len(tokenizer.encode(answer)) + 1)
+
+
+@pytest.mark.parametrize("prompt", ["Hello", ["Hello"], [19556], [[19556]]])
+async def test_every_form_of_prompt_reaches_the_backend_as_tokens(running: Any, prompt: Any) -> None:
+    reply = await running.post("/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
+    assert running.backend.requests[0][0] == [19556]
+    assert reply.json()["choices"][0]["text"].startswith("Hello")
+
+
+async def test_content_parts_and_developer_messages_are_text(running: Any, tokenizer: Any) -> None:
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": parts}]
+    await running.openai.chat.completions.create(model="smollm2", messages=messages)
+    expected = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "a\nb"}]
+    assert running.backend.requests[0][0] == tokenizer.encode_chat(expected)
+
+
+async def test_an_answer_can_be_sent_back_as_history(running: Any) -> None:
+    reply = await running.openai.chat.completions.create(**CHAT)
+    history = [*CHAT["messages"], reply.choices[0].message.model_dump(), {"role": "user", "content": "More"}]
+    again = await running.openai.chat.completions.create(model="smollm2", messages=history)
+    assert again.choices
+
+
+async def test_sampling_fields_arrive(running: Any) -> None:
+    await running.chat(temperature=0.5, top_p=0.9, top_k=40, min_tokens=3, seed=5, ignore_eos=True)
+    params = running.backend.requests[0][1]
+    assert (params.temperature, params.top_p, params.top_k, params.min_tokens, params.seed) == (0.5, 0.9, 40, 3, 5)
+    assert (params.termination_id, params.stop_token_ids) == (-1, None)
+    await running.chat(temperature=0, top_p=0.3)
+    params = running.backend.requests[1][1]
+    assert params.is_greedy
+    assert (params.termination_id, params.stop_token_ids) == (2, [0])
+
+
+async def test_annotations_and_neutral_values_change_nothing(running: Any, answer: str) -> None:
+    reply = await running.chat(
+        user="u",
+        metadata={"a": "b"},
+        store=False,
+        logprobs=False,
+        tools=[],
+        tool_choice="auto",
+        frequency_penalty=0,
+        presence_penalty=0.0,
+        response_format={"type": "text"},
+        logit_bias={},
+        parallel_tool_calls=True,
+    )
+    assert reply.json()["choices"][0]["message"]["content"] == answer
