@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localcluster import components, controlplane, node, packages, ports, probe, processes, programs, sweep
+from localcluster import components, controlplane, machine, node, packages, ports, probe, processes, programs, sweep
 from localcluster import settings as config
 from localcluster.errors import ClusterError
 from localcluster.progress import Steps
@@ -83,6 +83,10 @@ class LocalCluster:
         built = programs.ensure(programs.CONTROL_PLANE if self.control_plane_only else programs.NODE, steps)
         with self._locked():
             settings = self._settle()
+            if not self.control_plane_only:
+                with steps.step(f"bridge {settings.bridge} at {settings.bridge_address}"):
+                    machine.claim(settings, self.layout)
+                    machine.prepare(settings)
             with steps.step("certificates and configuration"):
                 controlplane.configure(settings, self.layout)
                 self._link(built, "kubectl")
@@ -104,7 +108,7 @@ class LocalCluster:
         built = Path()
         expected = controlplane.expected(settings, self.layout, built)
         if not settings.control_plane_only:
-            expected += node.expected(settings, self.layout, built)
+            expected += node.expected(settings, self.layout, built, machine.facts())
         return [self._component_status(component) for component in expected]
 
     def program(self, name: str) -> Path:

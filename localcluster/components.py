@@ -170,5 +170,5 @@ def proxy(settings: Settings, layout: Layout, machine: Machine, programs: Path) 
 
 def coredns(settings: Settings, layout: Layout, programs: Path) -> Component:
     config = layout.config / "Corefile"
-    health = f"http://127.0.0.1:{settings.ports['coredns-health']}/health"
+    health = f"http://127.0.0.1:{settings.ports['coredns-ready']}/ready"
     return Component("coredns", (str(programs / "coredns"), "-conf", str(config)), ready_url=health, files=(config,))

@@ -70,7 +70,7 @@ def _issue(identity: Identity, folder: Path) -> None:
             lines.append("subjectAltName=" + ",".join(identity.alternative_names))
         extensions.write_text("\n".join(lines) + "\n")
         request = run(["openssl", "req", *_ec_key(pair.key), "-subj", identity.subject]).stdout
-        authority = [
+        authority: list[str | Path] = [
             "-CA",
             folder / "ca.crt",
             "-CAkey",

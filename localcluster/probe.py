@@ -9,10 +9,15 @@ from pathlib import Path
 
 
 def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
-    """Whether `url` answers 200. Over TLS the client is the cluster's admin.
+    """Whether `url` answers 200."""
+    return fetch(url, pki, timeout=timeout) is not None
 
-    The serving certificates of controller manager and scheduler are self-signed: on loopback, with the answer's status
-    all that is read, the server's identity is not checked.
+
+def fetch(url: str, pki: Path, *, timeout: float = 2.0) -> bytes | None:
+    """The body of `url`, or `None` unless it answers 200. Over TLS the client is the cluster's admin.
+
+    The serving certificates of controller manager and scheduler are self-signed, so on loopback the server's identity
+    is not checked.
     """
     parts = urllib.parse.urlsplit(url)
     host, port = parts.hostname or "", parts.port or 0
@@ -27,8 +32,9 @@ def answers(url: str, pki: Path, *, timeout: float = 2.0) -> bool:
         connection = http.client.HTTPConnection(host, port, timeout=timeout)
     try:
         connection.request("GET", parts.path)
-        return connection.getresponse().status == 200
+        response = connection.getresponse()
+        return response.read() if response.status == 200 else None
     except (OSError, http.client.HTTPException):
-        return False
+        return None
     finally:
         connection.close()

@@ -103,6 +103,9 @@ def _start(component: Component, layout: Layout, wanted: str) -> None:
             env=environment(os.environ),
             start_new_session=True,
         )
+    # For a moment after exec the kernel shows an empty command line, which would read as a process that has ended.
+    while not command_line(process.pid) and process.poll() is None:
+        time.sleep(0.001)
     partial = layout.run / f"{component.name}.json.partial"
     partial.write_text(json.dumps({"pid": process.pid, "digest": wanted}))
     partial.replace(layout.run / f"{component.name}.json")

@@ -22,12 +22,10 @@ class Machine:
     Attributes:
         may_lower_oom_score: whether the launcher holds CAP_SYS_RESOURCE; without it every write below the current
             oom_score_adj fails, and with that every sandbox.
-        cgroup_v2: whether the unified hierarchy carries the controllers.
         cni_folder: where the CNI plugins are.
     """
 
     may_lower_oom_score: bool
-    cgroup_v2: bool
     cni_folder: Path
 
 
@@ -164,7 +162,7 @@ def corefile(settings: Settings, layout: Layout) -> str:
 .:53 {{
   bind {settings.node_ip}
   errors
-  health 127.0.0.1:{settings.ports["coredns-health"]}
+  ready 127.0.0.1:{settings.ports["coredns-ready"]}
   kubernetes cluster.local in-addr.arpa {{
     kubeconfig {layout.client_config("coredns")}
     pods insecure

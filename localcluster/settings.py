@@ -33,7 +33,7 @@ PORT_NAMES = (
     "kubelet-healthz",
     "proxy-healthz",
     "proxy-metrics",
-    "coredns-health",
+    "coredns-ready",
 )
 PREFERRED_PORTS = {"apiserver": 6443, "kubelet": 10250}
 
@@ -200,7 +200,7 @@ def save(settings: Settings, layout: Layout) -> None:
 
 
 def load(layout: Layout) -> Settings | None:
-    """The recorded settings; `None` when there are none, or when a killed run or another version left something else."""
+    """The recorded settings; `None` when there are none or another version of the launcher wrote them."""
     try:
         fields = json.loads(layout.settings.read_text())
         return Settings(**fields) if set(fields["ports"]) == set(PORT_NAMES) else None

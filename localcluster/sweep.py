@@ -2,14 +2,47 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Collection
+from pathlib import Path
 
-from localcluster import processes
+from localcluster import cgroups, machine, network, processes, runtime
+from localcluster.errors import ClusterError
+from localcluster.machine import Footprint
 from localcluster.progress import Steps
 from localcluster.settings import Layout
+from localcluster.shell import run
 
-# Their data is removed a moment later: nothing is gained by letting them end politely, which takes a minute.
-_NO_GRACE = frozenset({"etcd", "kube-apiserver", "kube-controller-manager", "kube-scheduler", "coredns"})
+# Their data is removed a moment later: nothing is gained by letting them end politely, which can take a minute.
+_NO_GRACE = frozenset(
+    {
+        "etcd",
+        "kube-apiserver",
+        "kube-controller-manager",
+        "kube-scheduler",
+        "coredns",
+        "containerd-shim-runc-v2",
+        "runc",
+    }
+)
+
+
+def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
+    """Ends the cluster's processes and removes what it holds on the machine and on disk."""
+    footprint = machine.recorded()
+    if footprint is not None and footprint.state == str(layout.state):
+        _require_root(name)
+        with steps.step("end pods") as step:
+            step.note(f"{_end_pods(footprint, layout)} processes")
+        end_processes(layout, steps)
+        with steps.step("restore the machine") as step:
+            step.note(_restore(footprint, layout))
+        machine.release()
+    else:
+        end_processes(layout, steps)
+    _remove_state(layout, purge=purge)
+    steps.say(f"cluster {name!r} is down")
 
 
 def end_processes(layout: Layout, steps: Steps) -> None:
@@ -18,19 +51,91 @@ def end_processes(layout: Layout, steps: Steps) -> None:
     if not owned:
         return
     with steps.step("end processes") as step:
-        abrupt = {pid for pid, argv in owned.items() if argv[0].rpartition("/")[2] in _NO_GRACE}
+        abrupt = {pid for pid, argv in owned.items() if _program(argv) in _NO_GRACE}
         processes.terminate(owned.keys() - abrupt)
         processes.terminate(abrupt, grace=0.0)
         step.note(str(len(owned)))
 
 
-def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
-    end_processes(layout, steps)
+def _end_pods(footprint: Footprint, layout: Layout) -> int:
+    # The kubelet first: it would start again what is about to end.
+    _terminate(layout, {"kubelet"})
+    count = cgroups.remove(footprint.cgroup)
+    if runtime.is_up(layout):
+        runtime.remove_containers(layout)
+    _terminate(layout, {"containerd"})
+    _terminate(layout, {"containerd-shim-runc-v2", "runc"}, grace=0.0)
+    return count
+
+
+def _terminate(layout: Layout, programs: Collection[str], *, grace: float = processes.GRACE_SECONDS) -> None:
+    owned = processes.owned_pids(layout.state)
+    processes.terminate((pid for pid, argv in owned.items() if _program(argv) in programs), grace=grace)
+
+
+def _restore(footprint: Footprint, layout: Layout) -> str:
+    """Undoes, in the order in which things hold each other; returns a summary."""
+    # A shim that survived until now may have started a process after the first sweep.
+    cgroups.remove(footprint.cgroup)
+    unmounted = unmount_below(layout.state)
+    bridge = network.remove_bridge(footprint.bridge)
+    rules = network.remove_rules(bridge=footprint.bridge, keep=footprint.chains)
+    machine.restore_sysctls(footprint)
+    _remove_strays(footprint, layout)
+    return f"{unmounted} mounts, {'bridge, ' if bridge else ''}{rules} iptables lines"
+
+
+def mounts_below(mountinfo: str, folder: Path) -> list[str]:
+    """Mount points at or below `folder` in the text of /proc/self/mountinfo, the latest mount first."""
+    points = [_unescape(line.split()[4]) for line in mountinfo.splitlines()]
+    return [point for point in reversed(points) if point == str(folder) or point.startswith(f"{folder}/")]
+
+
+def _unescape(field: str) -> str:
+    return field.encode().decode("unicode_escape") if "\\" in field else field
+
+
+def unmount_below(folder: Path) -> int:
+    """Unmounts everything below `folder`. Raises if anything stays, because removal would reach through it."""
+    mountinfo = Path("/proc/self/mountinfo")
+    points = mounts_below(mountinfo.read_text(), folder)
+    for point in points:
+        if run(["umount", point], check=False).returncode != 0:
+            run(["umount", "--lazy", point], check=False)
+    left = mounts_below(mountinfo.read_text(), folder)
+    if left:
+        raise ClusterError(f"still mounted: {', '.join(left)}; unmount by hand, then `down` again")
+    return len(points)
+
+
+def _remove_strays(footprint: Footprint, layout: Layout) -> None:
+    """Files that containerd, the CNI library and the kubelet put at fixed places outside the state folder."""
+    for address in layout.containerd_state.glob("io.containerd.runtime.v2.task/*/*/address"):
+        Path(address.read_text().removeprefix("unix://")).unlink(missing_ok=True)
+    for result in Path("/var/lib/cni/results").glob(f"{footprint.cni_network}-*"):
+        result.unlink(missing_ok=True)
+    for link in Path("/var/log/containers").glob("*.log"):
+        if link.is_symlink() and os.readlink(link).startswith(f"{layout.state}/"):
+            link.unlink(missing_ok=True)
+
+
+def _remove_state(layout: Layout, *, purge: bool) -> None:
+    if not layout.state.exists():
+        return
+    if mounts_below(Path("/proc/self/mountinfo").read_text(), layout.state):
+        unmount_below(layout.state)
     keep = set() if purge else {layout.containerd_root, layout.logs}
-    if layout.state.exists():
-        for path in layout.state.iterdir():
-            if path not in keep:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        if not any(layout.state.iterdir()):
-            layout.state.rmdir()
-    steps.say(f"cluster {name!r} is down")
+    for path in layout.state.iterdir():
+        if path not in keep:
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    if not any(layout.state.iterdir()):
+        layout.state.rmdir()
+
+
+def _program(argv: list[str]) -> str:
+    return Path(argv[0]).name
+
+
+def _require_root(name: str) -> None:
+    if os.geteuid() != 0:
+        raise ClusterError(f"cluster {name!r} has a node: `down` needs root to remove it; run it with sudo")

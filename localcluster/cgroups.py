@@ -1,0 +1,104 @@
+"""The cgroup below which all pods of a node live, on both hierarchies of Linux.
+
+One folder of our own makes `down` exact: every process of every pod is found there, whatever became of its shim.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from localcluster.errors import ClusterError
+
+ROOT = Path("/sys/fs/cgroup")
+KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
+
+
+def is_v2() -> bool:
+    """Whether the unified hierarchy carries the controllers (on hybrid machines version 1 does)."""
+    return (ROOT / "cgroup.controllers").exists()
+
+
+def mount_points(mounts: str) -> list[Path]:
+    """The cgroup hierarchies in the text of /proc/mounts."""
+    fields = (line.split() for line in mounts.splitlines())
+    return [Path(field[1]) for field in fields if len(field) > 2 and field[2] in {"cgroup", "cgroup2"}]
+
+
+def folders(cgroup: str) -> list[Path]:
+    return [point / cgroup.lstrip("/") for point in mount_points(Path("/proc/mounts").read_text())]
+
+
+def create(cgroup: str) -> None:
+    """Makes the folder in every hierarchy; the kubelet insists that it exists."""
+    if is_v2():
+        _delegate()
+    for folder in folders(cgroup):
+        folder.mkdir(exist_ok=True)
+
+
+def _delegate() -> None:
+    """Hands the controllers of the unified hierarchy down to its children.
+
+    Inside a container the visible root holds processes, and the kernel delegates only from a group without any: they
+    move to a leaf first.
+    """
+    available = (ROOT / "cgroup.controllers").read_text().split()
+    wanted = " ".join(f"+{name}" for name in KUBELET_CONTROLLERS if name in available)
+    control = ROOT / "cgroup.subtree_control"
+    try:
+        control.write_text(wanted)
+    except OSError as error:
+        if error.errno != errno.EBUSY:
+            raise ClusterError(f"cannot write {wanted!r} to {control}: {error}; the cgroup must be writable") from error
+        leaf = ROOT / "init"
+        leaf.mkdir(exist_ok=True)
+        for pid in (ROOT / "cgroup.procs").read_text().split():
+            _move(pid, leaf)
+        control.write_text(wanted)
+
+
+def _move(pid: str, leaf: Path) -> None:
+    try:
+        (leaf / "cgroup.procs").write_text(pid)
+    except OSError as error:
+        if error.errno not in {errno.ESRCH, errno.EINVAL}:  # ended meanwhile, or a kernel thread
+            raise
+
+
+def remove(cgroup: str, *, seconds: float = 15.0) -> int:
+    """Kills every process below the cgroup and removes it; returns how many there were."""
+    killed: set[int] = set()
+    deadline = time.monotonic() + seconds
+    existing = [folder for folder in folders(cgroup) if folder.is_dir()]
+    while alive := set().union(*(_pids(folder) for folder in existing)):
+        for pid in alive:
+            _kill(pid)
+        killed |= alive
+        if time.monotonic() > deadline:
+            raise ClusterError(f"processes {sorted(alive)} in cgroup {cgroup} do not end; see /proc/PID/stack")
+        time.sleep(0.05)
+    for folder in existing:
+        for path in _deepest_first(folder):
+            path.rmdir()
+    return len(killed)
+
+
+def _pids(folder: Path) -> set[int]:
+    return {int(pid) for path in _deepest_first(folder) for pid in (path / "cgroup.procs").read_text().split()}
+
+
+def _kill(pid: int) -> None:
+    try:
+        os.kill(pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+
+
+def _deepest_first(folder: Path) -> Iterator[Path]:
+    for path, _, _ in os.walk(folder, topdown=False):
+        yield Path(path)

@@ -1,0 +1,130 @@
+"""What a node changes on the machine outside its state folder, and the record by which that is put back.
+
+The record lies in /run, so that it outlives a state folder removed by hand and does not outlive the rules themselves.
+It also makes sure that there is one node at a time: kube-proxy's chains have fixed names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from localcluster import cgroups, network, packages
+from localcluster.errors import ClusterError
+from localcluster.render import Machine
+from localcluster.settings import Layout, Settings
+
+RECORD = Path("/run/megatron-localcluster/node.json")
+CAP_SYS_RESOURCE = 24
+
+# Written by the launcher, the kubelet and kube-proxy.
+SYSCTLS = (
+    "kernel/keys/root_maxbytes",
+    "kernel/keys/root_maxkeys",
+    "kernel/panic",
+    "kernel/panic_on_oops",
+    "net/ipv4/conf/all/route_localnet",
+    "net/ipv4/ip_forward",
+    "net/netfilter/nf_conntrack_max",
+    "net/netfilter/nf_conntrack_tcp_be_liberal",
+    "net/netfilter/nf_conntrack_tcp_timeout_close_wait",
+    "net/netfilter/nf_conntrack_tcp_timeout_established",
+    "vm/overcommit_memory",
+    "vm/panic_on_oom",
+)
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Where a node touches the machine.
+
+    Attributes:
+        state: the state folder of the cluster that owns the node.
+        sysctls: values as they were before.
+        chains: iptables chains that were there before, by address family and table.
+    """
+
+    state: str
+    bridge: str
+    cni_network: str
+    cgroup: str
+    sysctls: dict[str, str] = field(default_factory=dict)
+    chains: dict[str, dict[str, list[str]]] = field(default_factory=dict)
+
+
+def facts() -> Machine:
+    status = Path("/proc/self/status").read_text()
+    capabilities = int(next(line.split()[1] for line in status.splitlines() if line.startswith("CapEff:")), 16)
+    return Machine(
+        may_lower_oom_score=bool(capabilities >> CAP_SYS_RESOURCE & 1),
+        cni_folder=packages.cni_folder(),
+    )
+
+
+def recorded() -> Footprint | None:
+    """The node of this machine, of whatever cluster."""
+    try:
+        return Footprint(**json.loads(RECORD.read_text()))
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError) as error:
+        raise ClusterError(f"{RECORD} is not readable ({error}); remove it if no node runs on this machine") from error
+
+
+def claim(settings: Settings, layout: Layout) -> None:
+    """Records this cluster as the machine's node, with all that must be put back; before anything is touched."""
+    owner = recorded()
+    if owner is not None:
+        if owner.state != str(layout.state):
+            state = Path(owner.state)
+            raise ClusterError(
+                f"the node of this machine belongs to the cluster in {state}: end that one first with "
+                f"`python -m localcluster down --root {state.parent} --name {state.name}`"
+            )
+        return
+    saved = network.saved_rules()
+    chains = {family: network.chains(text) for family, text in saved.items()}
+    if any("KUBE-SERVICES" in names for tables in chains.values() for names in tables.values()):
+        raise ClusterError(
+            "another Kubernetes has its iptables chains on this machine (KUBE-SERVICES): use it with CLUSTER=current, "
+            "or remove them with `kube-proxy --cleanup`"
+        )
+    footprint = Footprint(
+        state=str(layout.state),
+        bridge=settings.bridge,
+        cni_network=settings.cni_network,
+        cgroup=settings.cgroup,
+        sysctls={name: _sysctl(name).read_text().strip() for name in SYSCTLS if _sysctl(name).exists()},
+        chains=chains,
+    )
+    RECORD.parent.mkdir(parents=True, exist_ok=True)
+    partial = RECORD.with_suffix(".partial")
+    partial.write_text(json.dumps(dataclasses.asdict(footprint)))
+    partial.replace(RECORD)
+
+
+def prepare(settings: Settings) -> None:
+    """Bridge, forwarding, firewall and cgroup."""
+    network.create_bridge(settings)
+    _sysctl("net/ipv4/ip_forward").write_text("1")
+    network.admit(settings)
+    cgroups.create(settings.cgroup)
+
+
+def restore_sysctls(footprint: Footprint) -> None:
+    for name, value in footprint.sysctls.items():
+        path = _sysctl(name)
+        if path.exists() and path.read_text().strip() != value:
+            path.write_text(value)
+
+
+def release() -> None:
+    RECORD.unlink(missing_ok=True)
+    if RECORD.parent.exists() and not any(RECORD.parent.iterdir()):
+        RECORD.parent.rmdir()
+
+
+def _sysctl(name: str) -> Path:
+    return Path("/proc/sys") / name

@@ -1,0 +1,117 @@
+"""The bridge, and the iptables rules that kube-proxy, the kubelet and the CNI plugins make.
+
+The selection of rules to remove is pure: text of `iptables-save` in, text for `iptables-restore` out.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+from localcluster.errors import ClusterError
+from localcluster.settings import Settings
+from localcluster.shell import run
+
+PREFIXES = ("KUBE-", "CNI-HOSTPORT-", "CNI-DN-")
+FAMILIES = ("iptables", "ip6tables")
+
+
+def create_bridge(settings: Settings) -> None:
+    """Creates the bridge before the first pod, because the API server and the DNS listen on its address."""
+    if not Path(f"/sys/class/net/{settings.bridge}").exists():
+        run(["ip", "link", "add", settings.bridge, "type", "bridge"])
+    run(["ip", "address", "replace", settings.bridge_address, "dev", settings.bridge])
+    run(["ip", "link", "set", settings.bridge, "up"])
+    # A reply from one pod to another crosses the bridge without being routed: unless it passes iptables there, the
+    # translation of a ClusterIP is never undone.
+    filtered = Path(f"/sys/class/net/{settings.bridge}/bridge/nf_call_iptables")
+    if not filtered.exists():
+        run(["modprobe", "br_netfilter"], check=False)
+    if not filtered.exists():
+        raise ClusterError("the kernel has no br_netfilter, without which pods cannot reach Services: load that module")
+    filtered.write_text("1")
+
+
+def admit(settings: Settings) -> None:
+    """Lets pods reach each other and this node where a firewall's policy is to drop."""
+    bridge = settings.bridge
+    for chain, match in (("FORWARD", ["-i", bridge, "-o", bridge]), ("INPUT", ["-i", bridge])):
+        rule = [chain, *match, "-j", "ACCEPT"]
+        if run(["iptables", "-w", "-C", *rule], check=False).returncode != 0:
+            run(["iptables", "-w", "-I", *rule])
+
+
+def remove_bridge(bridge: str) -> bool:
+    """Removes the bridge and what is plugged into it; returns whether there was one."""
+    if not Path(f"/sys/class/net/{bridge}").exists():
+        return False
+    for link in json.loads(run(["ip", "-json", "link", "show", "master", bridge]).stdout or "[]"):
+        # The peer's namespace may be going away at this moment and take the link with it.
+        run(["ip", "link", "delete", link["ifname"]], check=False)
+    run(["ip", "link", "delete", bridge])
+    return True
+
+
+def chains(saved: str) -> dict[str, list[str]]:
+    """The chains that Kubernetes and CNI name, by table, in the text of `iptables-save`."""
+    found: dict[str, list[str]] = {}
+    table = ""
+    for line in saved.splitlines():
+        if line.startswith("*"):
+            table = line[1:].strip()
+        elif line.startswith(":") and line[1:].startswith(PREFIXES):
+            found.setdefault(table, []).append(line[1:].split()[0])
+    return found
+
+
+def cleanup(saved: str, *, bridge: str, keep: Mapping[str, Collection[str]]) -> str:
+    """What to feed `iptables-restore --noflush` to remove the cluster's rules from the rules in `saved`.
+
+    Args:
+        saved: output of `iptables-save`.
+        bridge: rules of other chains that name this interface are the launcher's own.
+        keep: chains, by table, that were there before the cluster.
+    """
+    doomed = {table: [c for c in names if c not in keep.get(table, ())] for table, names in chains(saved).items()}
+    output: list[str] = []
+    table = ""
+    deletions: list[str] = []
+    for line in [*saved.splitlines(), "*"]:
+        if line.startswith("*"):
+            names = doomed.get(table, [])
+            if deletions or names:
+                flush = [f"-F {name}" for name in names]
+                output += [f"*{table}", *deletions, *flush, *(f"-X {name}" for name in names), "COMMIT"]
+            table, deletions = line[1:].strip(), []
+        elif line.startswith("-A "):
+            words = shlex.split(line)
+            names = doomed.get(table, [])
+            if words[1] not in names and (_target(words) in names or _names_interface(words, bridge)):
+                deletions.append("-D " + line.removeprefix("-A "))
+    return "".join(line + "\n" for line in output)
+
+
+def _target(words: list[str]) -> str | None:
+    return next((words[i + 1] for i, word in enumerate(words[:-1]) if word in {"-j", "-g"}), None)
+
+
+def _names_interface(words: list[str], bridge: str) -> bool:
+    return any(word in {"-i", "-o"} and words[i + 1] == bridge for i, word in enumerate(words[:-1]))
+
+
+def saved_rules() -> dict[str, str]:
+    """The rules of both address families."""
+    return {family: run([f"{family}-save"]).stdout for family in FAMILIES}
+
+
+def remove_rules(*, bridge: str, keep: Mapping[str, Mapping[str, Collection[str]]]) -> int:
+    """Removes the cluster's chains and rules; returns how many lines that took."""
+    count = 0
+    for family, saved in saved_rules().items():
+        script = cleanup(saved, bridge=bridge, keep=keep.get(family, {}))
+        if script:
+            run([f"{family}-restore", "--noflush", "--wait"], stdin=script)
+            count += script.count("\n")
+    return count

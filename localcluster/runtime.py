@@ -1,0 +1,77 @@
+"""containerd's client: images and containers of one cluster, through `ctr` on its private socket."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import subprocess
+import tarfile
+from pathlib import Path
+
+from localcluster.render import PAUSE_IMAGE
+from localcluster.settings import Layout
+from localcluster.shell import run
+
+NAMESPACE = "k8s.io"
+
+
+def ctr(layout: Layout, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
+    command = ["ctr", "--address", str(layout.containerd_socket), "--namespace", NAMESPACE]
+    return run([*command, *arguments], check=check, timeout=300)
+
+
+def is_up(layout: Layout) -> bool:
+    return layout.containerd_socket.exists() and ctr(layout, "version", check=False).returncode == 0
+
+
+def images(layout: Layout) -> set[str]:
+    return set(ctr(layout, "images", "list", "--quiet").stdout.split())
+
+
+def remove_containers(layout: Layout) -> int:
+    """Forgets every container, so that the image store is all that a later cluster finds."""
+    containers = ctr(layout, "containers", "list", "--quiet").stdout.split()
+    for container in containers:
+        ctr(layout, "tasks", "delete", "--force", container, check=False)
+    if containers:
+        ctr(layout, "containers", "delete", *containers, check=False)
+    return len(containers)
+
+
+def import_pause(layout: Layout, program: Path) -> None:
+    """Imports the sandbox's image, made here of one static program."""
+    if PAUSE_IMAGE in images(layout):
+        return
+    archive = layout.run / "pause.tar"
+    archive.write_bytes(pause_archive(program.read_bytes()))
+    ctr(layout, "images", "import", str(archive))
+    archive.unlink()
+
+
+def pause_archive(program: bytes) -> bytes:
+    """A docker-archive with one layer and one file, the same bytes for the same program."""
+    layer = _tar({"pause": (program, 0o755)})
+    config = {
+        "architecture": "amd64",
+        "os": "linux",
+        "config": {"Entrypoint": ["/pause"], "User": "65535:65535"},
+        "rootfs": {"type": "layers", "diff_ids": ["sha256:" + hashlib.sha256(layer).hexdigest()]},
+    }
+    manifest = [{"Config": "config.json", "RepoTags": [PAUSE_IMAGE], "Layers": ["layer.tar"]}]
+    files = {
+        "layer.tar": layer,
+        "config.json": json.dumps(config).encode(),
+        "manifest.json": json.dumps(manifest).encode(),
+    }
+    return _tar({name: (content, 0o644) for name, content in files.items()})
+
+
+def _tar(files: dict[str, tuple[bytes, int]]) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, (content, mode) in files.items():
+            entry = tarfile.TarInfo(name)
+            entry.size, entry.mode = len(content), mode
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
