@@ -1,0 +1,179 @@
+"""One connection to the API server, and its answers as plain data.
+
+Every request has a deadline. Errors are `ApiError` with the server's own status code, reason and message. Whether a
+write is allowed at all (leadership, ownership) is not decided here but in `writer`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import aiohttp
+from kubernetes.aio.client import ApiClient, ApiException, Configuration
+from kubernetes.aio.dynamic import DynamicClient
+
+from megatron_operator.cluster.kinds import Kind
+
+logger = logging.getLogger(__name__)
+
+Object = dict[str, Any]
+
+REQUEST_TIMEOUT_SECONDS = 10.0
+"""Longest any request may take; the margin of the lease counts on it."""
+LIST_CHUNK = 500
+
+
+class ApiError(Exception):
+    """The API server refused or could not be reached. `code` is the HTTP status, 0 when there was no answer."""
+
+    def __init__(self, code: int, reason: str, message: str) -> None:
+        super().__init__(f"{code} {reason}: {message}" if code else f"{reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+
+    @property
+    def not_found(self) -> bool:
+        return self.code == 404
+
+    @property
+    def conflict(self) -> bool:
+        """The object changed, is another than the one meant, or exists already."""
+        return self.code == 409
+
+    @property
+    def permanent(self) -> bool:
+        """Repeating the very same request cannot help."""
+        return self.code in (400, 403, 404, 405, 409, 413, 415, 422)
+
+
+class KubeApi:
+    """The handful of verbs the operator uses."""
+
+    def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
+        self._client = ApiClient(configuration)
+        self._dynamic = DynamicClient(self._client)
+        self._timeout = timeout
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        await self._client.close()
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        """The object, or None if there is none."""
+        try:
+            return await self.request("GET", kind.path(namespace, name))
+        except ApiError as error:
+            if error.not_found:
+                return None
+            raise
+
+    async def list(self, kind: Kind, namespace: str | None, *, selector: str | None = None) -> list[Object]:
+        """All objects, straight from the store (no watch cache), in chunks."""
+        items: list[Object] = []
+        token: str | None = None
+        while True:
+            query = {"labelSelector": selector, "limit": LIST_CHUNK, "continue": token}
+            page = await self.request("GET", kind.path(namespace), query=query)
+            items += page.get("items", [])
+            token = page.get("metadata", {}).get("continue")
+            if not token:
+                return items
+
+    async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        path = kind.path(body["metadata"]["namespace"])
+        return await self.request("POST", path, body=body, query={"fieldManager": manager})
+
+    async def replace(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        """PUT; with `metadata.resourceVersion` in the body it is a compare-and-swap."""
+        metadata = body["metadata"]
+        path = kind.path(metadata["namespace"], metadata["name"])
+        return await self.request("PUT", path, body=body, query={"fieldManager": manager})
+
+    async def apply(
+        self, kind: Kind, body: Object, *, manager: str, force: bool, subresource: str | None = None
+    ) -> Object:
+        """Server-side apply. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions."""
+        metadata = body["metadata"]
+        return await self.request(
+            "PATCH",
+            kind.path(metadata["namespace"], metadata["name"], subresource=subresource),
+            body=body,
+            query={"fieldManager": manager, "force": "true" if force else "false"},
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def merge_patch(self, kind: Kind, namespace: str, name: str, body: Object, *, manager: str) -> Object:
+        return await self.request(
+            "PATCH",
+            kind.path(namespace, name),
+            body=body,
+            query={"fieldManager": manager},
+            content_type="application/merge-patch+json",
+        )
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        """Delete that very object in the background.
+
+        Raises:
+            ApiError: 404 when it is gone, 409 when the name now means another object.
+        """
+        body = {
+            "apiVersion": "v1",
+            "kind": "DeleteOptions",
+            "preconditions": {"uid": uid},
+            "propagationPolicy": "Background",
+        }
+        await self.request("DELETE", kind.path(namespace, name), body=body)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: Object | None = None,
+        query: Mapping[str, Any] | None = None,
+        content_type: str = "application/json",
+    ) -> Object:
+        """One request, answered within the deadline.
+
+        Raises:
+            ApiError: whatever went wrong.
+        """
+        try:
+            async with asyncio.timeout(self._timeout):
+                response = await self._dynamic.request(
+                    method,
+                    path,
+                    body=body,
+                    query_params=[(key, value) for key, value in (query or {}).items() if value is not None],
+                    content_type=content_type,
+                    serialize=False,
+                )
+                return json.loads(await response.read())
+        except ApiException as error:
+            raise _translate(error) from None
+        except TimeoutError:
+            raise ApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise ApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
+
+
+def _translate(error: ApiException) -> ApiError:
+    try:
+        status = json.loads(error.body or "")
+        return ApiError(error.status or 0, status.get("reason", error.reason or ""), status.get("message", ""))
+    except (ValueError, AttributeError):
+        return ApiError(error.status or 0, error.reason or "Error", str(error.body or "")[:500])

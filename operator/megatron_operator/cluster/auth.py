@@ -1,0 +1,65 @@
+"""How the operator reaches the API server: its service account in a pod, a kubeconfig elsewhere.
+
+The one loaded configuration serves both clients: `KubeApi`, which writes, and kopf, which watches.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import kopf
+from kubernetes.aio.client import Configuration
+from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+
+class LoginError(RuntimeError):
+    """There is no way to the API server. The message says what was tried and what to give."""
+
+
+def in_cluster() -> bool:
+    """This process runs in a pod with a service account."""
+    return bool(os.environ.get("KUBERNETES_SERVICE_HOST")) and os.path.exists(
+        "/var/run/secrets/kubernetes.io/serviceaccount/token"
+    )
+
+
+async def load_configuration(*, kubeconfig: Path | None, context: str | None = None) -> Configuration:
+    """The way to the API server. An explicit kubeconfig wins over the service account.
+
+    Raises:
+        LoginError: when neither is usable.
+    """
+    configuration = Configuration()
+    try:
+        if kubeconfig is None and in_cluster():
+            load_incluster_config(client_configuration=configuration)
+        else:
+            path = str(kubeconfig) if kubeconfig is not None else None
+            await load_kube_config(
+                config_file=path, context=context, client_configuration=configuration, persist_config=False
+            )
+    except (ConfigException, OSError) as error:
+        where = f"kubeconfig {kubeconfig}" if kubeconfig else "service account and default kubeconfig"
+        raise LoginError(f"cannot log in to Kubernetes with {where}: {error}. Give --kubeconfig FILE") from error
+    return configuration
+
+
+def kopf_connection(configuration: Configuration) -> kopf.ConnectionInfo:
+    """The same login for kopf. Called again by kopf when its credentials are refused, so tokens are read anew."""
+    if configuration.refresh_api_key_hook is not None:
+        configuration.refresh_api_key_hook(configuration)
+    header = configuration.api_key.get("BearerToken", "")
+    scheme, _, token = header.rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        username=configuration.username or None,
+        password=configuration.password or None,
+        scheme="Bearer" if token and not scheme else (scheme.capitalize() or None),
+        token=token or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        default_namespace=None,
+    )

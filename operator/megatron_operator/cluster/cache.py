@@ -1,0 +1,170 @@
+"""What one resource's task believes about its objects: the watch's index, corrected by what this process itself wrote.
+
+Invariant: never older than the last write. The answer to a write stands until the watch shows that version or a newer
+one. An object that is proven gone stays hidden although the watch may have missed its end.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from megatron_operator.cluster.projection import SeenChild, SeenPod, SeenResource
+from megatron_operator.plan.world import ChildRef, ChildView, PodView
+
+Key = tuple[str, str]
+"""Namespace and name of a resource."""
+
+WATCH_LAG_SECONDS = 3.0
+"""A write that the watch has not shown for so long is looked up again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What the watch has seen: live views that kopf keeps."""
+
+    children: Mapping[Key, Iterable[SeenChild]]
+    pods: Mapping[Key, Iterable[SeenPod]]
+    resources: Mapping[str, Iterable[SeenResource]]
+    """By UID."""
+
+
+@dataclass(slots=True)
+class _Written:
+    child: SeenChild
+    at: float
+
+
+class ResourceCache:
+    """The objects of one resource. Used by its task alone."""
+
+    def __init__(self, *, uid: str, key: Key, index: Index, clock: Callable[[], float] = time.monotonic) -> None:
+        self._uid = uid
+        self._key = key
+        self._index = index
+        self._clock = clock
+        self._resource: SeenResource | None = None
+        self._resource_gone = False
+        self._written: dict[ChildRef, _Written] = {}
+        self._unwatched: dict[ChildRef, SeenChild] = {}
+        self._applied: dict[ChildRef, tuple[str, str]] = {}
+        self._deleted: set[str] = set()
+        self._gone: set[str] = set()
+
+    # --- reading ---
+
+    def resource(self) -> SeenResource | None:
+        """The newest version known, or None when the resource is gone."""
+        seen = next(iter(self._index.resources.get(self._uid, ())), None)
+        if self._resource_gone or seen is None:
+            return None
+        if self._resource is not None and self._resource.version > seen.version:
+            return self._resource
+        self._resource = None
+        return seen
+
+    def child(self, ref: ChildRef) -> SeenChild | None:
+        """The newest version of one child, whoever owns it."""
+        return self._merged().get(ref)
+
+    def views(self) -> dict[ChildRef, ChildView]:
+        return {
+            ref: replace(
+                seen.view,
+                owned=seen.owner_uid == self._uid,
+                deleting=seen.view.deleting or seen.uid in self._deleted,
+                verified=self._applied.get(ref) == (seen.uid, seen.fingerprint),
+            )
+            for ref, seen in self._merged().items()
+        }
+
+    def pods(self) -> tuple[PodView, ...]:
+        pods = [
+            replace(seen.view, deleting=True) if seen.uid in self._deleted else seen.view
+            for seen in self._index.pods.get(self._key, ())
+            if seen.uid not in self._gone
+        ]
+        return tuple(sorted(pods, key=lambda pod: pod.name))
+
+    def lagging(self) -> list[ChildRef]:
+        """Children written a while ago that the watch still does not show: to be read again."""
+        self._merged()
+        limit = self._clock() - WATCH_LAG_SECONDS
+        return [ref for ref, written in self._written.items() if written.at < limit]
+
+    def _merged(self) -> dict[ChildRef, SeenChild]:
+        merged = {seen.ref: seen for seen in self._index.children.get(self._key, ()) if seen.uid not in self._gone}
+        merged.update(self._unwatched)
+        for ref, written in list(self._written.items()):
+            seen = merged.get(ref)
+            if seen is not None and seen.version >= written.child.version:
+                del self._written[ref]
+            else:
+                merged[ref] = written.child
+        return merged
+
+    # --- what this process did or found out ---
+
+    def wrote_resource(self, resource: SeenResource) -> None:
+        self._resource = resource
+
+    def resource_gone(self) -> None:
+        self._resource_gone = True
+
+    def applied(self, child: SeenChild) -> None:
+        """The answer to an apply: current, and verified while its fingerprint stays."""
+        self._written[child.ref] = _Written(child, self._clock())
+        self._applied[child.ref] = (child.uid, child.fingerprint)
+
+    def observed(self, ref: ChildRef, child: SeenChild | None) -> None:
+        """The answer to a direct read of one child; None: it does not exist."""
+        known = self._merged().get(ref)
+        if child is not None:
+            self._written[ref] = _Written(child, self._clock())
+        elif known is not None:
+            self._written.pop(ref, None)
+            self._gone.add(known.uid)
+
+    def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
+        """A child of a kind that is never watched (the keys Secret), as just read or created."""
+        if child is None:
+            self._unwatched.pop(ref, None)
+        else:
+            self._unwatched[ref] = child
+
+    def deleted(self, uid: str) -> None:
+        """A deletion was accepted; until the watch shows it the object counts as deleting."""
+        self._deleted.add(uid)
+
+    def gone(self, uid: str) -> None:
+        """The API server says that this object does not exist."""
+        self._gone.add(uid)
+        for ref, written in list(self._written.items()):
+            if written.child.uid == uid:
+                del self._written[ref]
+
+    def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod]) -> None:
+        """A full listing: corrects what the watch missed while its connection was down."""
+        listed = {child.ref: child for child in children}
+        known = self._merged()
+        for ref, seen in known.items():
+            if ref not in listed and ref not in self._unwatched and not self._is_fresh(ref):
+                self.gone(seen.uid)
+        for ref, child in listed.items():
+            if ref not in known or known[ref].version < child.version:
+                self._written[ref] = _Written(child, self._clock())
+        living = {pod.uid for pod in pods}
+        self._gone.update(seen.uid for seen in self._index.pods.get(self._key, ()) if seen.uid not in living)
+        self._forget(living | {child.uid for child in listed.values()})
+
+    def _is_fresh(self, ref: ChildRef) -> bool:
+        written = self._written.get(ref)
+        return written is not None and self._clock() - written.at < WATCH_LAG_SECONDS
+
+    def _forget(self, living: set[str]) -> None:
+        """Marks of objects that neither the watch nor the store holds any more."""
+        indexed = {seen.uid for seen in self._index.children.get(self._key, ())}
+        indexed |= {seen.uid for seen in self._index.pods.get(self._key, ())}
+        self._gone &= indexed
+        self._deleted &= indexed | living

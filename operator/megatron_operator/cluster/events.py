@@ -1,0 +1,69 @@
+"""Events of the custom resource. The same words about the same resource are one Event that counts."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from datetime import UTC, datetime
+
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.kinds import EVENT, RESOURCE
+from megatron_operator.plan.world import EmitEvent
+from megatron_operator.render.context import FIELD_MANAGER
+
+logger = logging.getLogger(__name__)
+
+MAX_NOTE = 1000
+"""The API server refuses a note of more than 1024 bytes."""
+
+
+class Recorder:
+    """Writes Events. One that cannot be written is logged and forgotten: Events are news, not state."""
+
+    def __init__(self, api: KubeApi, *, instance: str) -> None:
+        self._api = api
+        self._instance = instance[:128]
+
+    async def emit(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> None:
+        body = self._body(event, name=name, namespace=namespace, uid=uid)
+        try:
+            await self._api.create(EVENT, body, manager=FIELD_MANAGER)
+        except ApiError as error:
+            if error.code == 409 and error.reason == "AlreadyExists":
+                await self._count_again(body)
+            else:
+                logger.warning("event not written", extra={"reason": event.reason, "error": str(error)})
+
+    async def _count_again(self, body: Object) -> None:
+        namespace, name = body["metadata"]["namespace"], body["metadata"]["name"]
+        try:
+            stored = await self._api.get(EVENT, namespace, name)
+            if stored is not None:
+                count = int((stored.get("series") or {}).get("count") or 1) + 1
+                series = {"series": {"count": count, "lastObservedTime": body["eventTime"]}}
+                await self._api.merge_patch(EVENT, namespace, name, series, manager=FIELD_MANAGER)
+        except ApiError as error:
+            logger.warning("event not counted", extra={"reason": body["reason"], "error": str(error)})
+
+    def _body(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> Object:
+        words = "\0".join((uid, event.type, event.reason, event.message))
+        digest = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
+        return {
+            "apiVersion": EVENT.api_version,
+            "kind": EVENT.kind,
+            "metadata": {"name": f"{name}.{digest}", "namespace": namespace},
+            "eventTime": datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z"),
+            "reportingController": FIELD_MANAGER,
+            "reportingInstance": self._instance,
+            "action": event.reason,
+            "reason": event.reason,
+            "type": event.type,
+            "note": event.message.encode()[:MAX_NOTE].decode(errors="ignore"),
+            "regarding": {
+                "apiVersion": RESOURCE.api_version,
+                "kind": RESOURCE.kind,
+                "name": name,
+                "namespace": namespace,
+                "uid": uid,
+            },
+        }

@@ -1,0 +1,67 @@
+"""Where each kind the operator touches lives in the API. A table instead of discovery: no request, no surprise."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.model.resource import GROUP, KIND, PLURAL, VERSION
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One resource of the API server."""
+
+    kind: str
+    group: str
+    version: str
+    plural: str
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None, name: str | None = None, *, subresource: str | None = None) -> str:
+        """URL path of a collection, an object or a subresource of it. `namespace=None` spans all namespaces."""
+        parts = ["apis", self.group, self.version] if self.group else ["api", self.version]
+        if namespace is not None:
+            parts += ["namespaces", namespace]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(name)
+        if subresource is not None:
+            parts.append(subresource)
+        return "/" + "/".join(parts)
+
+
+RESOURCE = Kind(KIND, GROUP, VERSION, PLURAL)
+SECRET = Kind("Secret", "", "v1", "secrets")
+POD = Kind("Pod", "", "v1", "pods")
+SERVICE = Kind("Service", "", "v1", "services")
+LEASE = Kind("Lease", "coordination.k8s.io", "v1", "leases")
+EVENT = Kind("Event", "events.k8s.io", "v1", "events")
+
+CHILD_KINDS: tuple[Kind, ...] = (
+    Kind("Deployment", "apps", "v1", "deployments"),
+    Kind("StatefulSet", "apps", "v1", "statefulsets"),
+    SERVICE,
+    Kind("ConfigMap", "", "v1", "configmaps"),
+    Kind("ServiceAccount", "", "v1", "serviceaccounts"),
+    Kind("PodDisruptionBudget", "policy", "v1", "poddisruptionbudgets"),
+    Kind("NetworkPolicy", "networking.k8s.io", "v1", "networkpolicies"),
+)
+"""What the operator applies, watches (by label) and deletes. Secrets are read by name only, never listed."""
+
+_BY_NAME = {(kind.api_version, kind.kind): kind for kind in (*CHILD_KINDS, RESOURCE, SECRET, POD, LEASE, EVENT)}
+
+
+def kind_of(api_version: str, kind: str) -> Kind:
+    """The table's entry.
+
+    Raises:
+        ValueError: for a kind the operator has no business with.
+    """
+    try:
+        return _BY_NAME[api_version, kind]
+    except KeyError:
+        known = ", ".join(sorted(f"{version}/{name}" for version, name in _BY_NAME))
+        raise ValueError(f"kind {api_version}/{kind}: not known to the operator; known are {known}") from None

@@ -1,0 +1,227 @@
+"""Leadership by a Lease whose every acquisition has a number: the term, which is the fence of all signals.
+
+Safety does not rest on clocks of different machines. A holder counts its own lease as lost `renew_deadline` after the
+last renewal *began*, on its own monotonic clock; a challenger counts it as free `duration` after it last *saw* the
+lease change, on its own monotonic clock. The term only grows, by compare-and-swap, so that whatever an old leader may
+still have in flight is refused by every coordinator that a newer one has spoken to.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.kinds import LEASE
+from megatron_operator.model.resource import GROUP
+from megatron_operator.render.context import FIELD_MANAGER
+
+logger = logging.getLogger(__name__)
+
+TERM_ANNOTATION = f"{GROUP}/term"
+
+
+class LeadershipLostError(RuntimeError):
+    """This process does not lead any more and must end; another may already be writing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseSettings:
+    namespace: str
+    name: str
+    identity: str
+    """Who this is. The same identity means a later start of the same pod, whose earlier process is dead: it may take
+    over at once."""
+    duration: float = 15.0
+    """Seconds after which a lease that nobody renews is free."""
+
+    @property
+    def renew_interval(self) -> float:
+        return self.duration / 5
+
+    @property
+    def renew_deadline(self) -> float:
+        """Seconds a holder trusts its last renewal for; shorter than `duration` by more than a request may take."""
+        return self.duration * 2 / 3
+
+    @property
+    def request_timeout(self) -> float:
+        return self.duration / 4
+
+
+class Elector:
+    """Acquires, renews and gives back one Lease."""
+
+    def __init__(self, api: KubeApi, settings: LeaseSettings, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._api = api
+        self._settings = settings
+        self._clock = clock
+        self._lease: Object | None = None
+        self._trusted_until = float("-inf")
+        self._seen: tuple[object, float] | None = None
+        self._swap = asyncio.Lock()
+        self.term = 0
+
+    @property
+    def leading(self) -> bool:
+        return self._clock() < self._trusted_until
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the last renewal is still trusted; negative when it is not."""
+        return self._trusted_until - self._clock()
+
+    def check(self) -> None:
+        """Call before every write and signal.
+
+        Raises:
+            LeadershipLostError: when the lease is not surely held.
+        """
+        if not self.leading:
+            raise LeadershipLostError(
+                f"lease {self._settings.name}: not renewed for {self._settings.renew_deadline:g} s"
+            )
+
+    async def acquire(self) -> int:
+        """Wait until this process leads; its term."""
+        while True:
+            try:
+                if await self._try_acquire():
+                    logger.info("leading", extra={"term": self.term, "identity": self._settings.identity})
+                    return self.term
+            except ApiError as error:
+                logger.warning("lease not acquired", extra={"error": str(error)})
+            await asyncio.sleep(self._settings.renew_interval)
+
+    async def hold(self) -> None:
+        """Renew until that fails for too long.
+
+        Raises:
+            LeadershipLostError: always, sooner or later.
+        """
+        while True:
+            await asyncio.sleep(self._settings.renew_interval)
+            try:
+                await self._renew()
+            except ApiError as error:
+                logger.warning("lease not renewed", extra={"error": str(error), "seconds_left": self.seconds_left})
+                if error.conflict or error.not_found:
+                    await self._reread()
+            self.check()
+
+    async def raise_term(self, *, above: int) -> int:
+        """Let the term jump over a fence that some coordinator has seen from a lease that is no more."""
+        async with self._swap:
+            if self.term <= above:
+                await self._write(term=above + 1)
+                logger.info("term raised", extra={"term": self.term, "above": above})
+        return self.term
+
+    async def release(self) -> None:
+        """Give the lease back, so that a successor need not wait for it to expire. Best effort."""
+        if not self.leading or self._lease is None:
+            return
+        self._trusted_until = float("-inf")
+        body = self._body(self._lease, holder="", term=self.term, renewed=_now(), acquired=_now())
+        try:
+            async with asyncio.timeout(self._settings.request_timeout):
+                await self._api.replace(LEASE, body, manager=FIELD_MANAGER)
+        except (ApiError, TimeoutError) as error:
+            logger.warning("lease not released; it expires by itself", extra={"error": str(error)})
+
+    async def _try_acquire(self) -> bool:
+        lease = await self._get()
+        if lease is None:
+            self._lease = None
+            await self._write(term=1)
+            return True
+        if not self._is_free(lease):
+            return False
+        self._lease = lease
+        try:
+            await self._write(term=_term(lease) + 1)
+        except ApiError as error:
+            if error.conflict:
+                return False
+            raise
+        return True
+
+    def _is_free(self, lease: Object) -> bool:
+        spec = lease.get("spec") or {}
+        holder = spec.get("holderIdentity") or ""
+        if holder in ("", self._settings.identity):
+            return True
+        mark = (holder, spec.get("renewTime"), lease["metadata"]["resourceVersion"])
+        now = self._clock()
+        if self._seen is None or self._seen[0] != mark:
+            self._seen = (mark, now)
+        duration = max(float(spec.get("leaseDurationSeconds") or 0), self._settings.duration)
+        return now - self._seen[1] > duration
+
+    async def _renew(self) -> None:
+        async with self._swap:
+            await self._write(term=self.term)
+
+    async def _reread(self) -> None:
+        """After a lost swap: still ours (a write whose answer was lost) or somebody else's."""
+        lease = await self._get()
+        holder = ((lease or {}).get("spec") or {}).get("holderIdentity")
+        if lease is None or holder != self._settings.identity or _term(lease) != self.term:
+            self._trusted_until = float("-inf")
+            raise LeadershipLostError(f"lease {self._settings.name}: now held by {holder or 'nobody'}")
+        self._lease = lease
+
+    async def _get(self) -> Object | None:
+        try:
+            async with asyncio.timeout(self._settings.request_timeout):
+                return await self._api.get(LEASE, self._settings.namespace, self._settings.name)
+        except TimeoutError:
+            raise ApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+
+    async def _write(self, *, term: int) -> None:
+        """Swap in this holder. What counts as the renewal's time is when the request left."""
+        began = self._clock()
+        renewing = self._lease is not None and term == self.term
+        acquired = self._lease["spec"].get("acquireTime") if renewing and self._lease else _now()
+        body = self._body(self._lease, holder=self._settings.identity, term=term, renewed=_now(), acquired=acquired)
+        write = self._api.replace if self._lease is not None else self._api.create
+        try:
+            async with asyncio.timeout(self._settings.request_timeout):
+                self._lease = await write(LEASE, body, manager=FIELD_MANAGER)
+        except TimeoutError:
+            raise ApiError(0, "Timeout", f"lease {self._settings.name}: no answer in time") from None
+        self.term = term
+        self._trusted_until = began + self._settings.renew_deadline
+
+    def _body(self, lease: Object | None, *, holder: str, term: int, renewed: str, acquired: object) -> Object:
+        old = (lease or {}).get("spec") or {}
+        changed = bool(holder) and old.get("holderIdentity") != holder
+        metadata: Object = {"namespace": self._settings.namespace, "name": self._settings.name}
+        if lease is not None:
+            metadata["resourceVersion"] = lease["metadata"]["resourceVersion"]
+            metadata["labels"] = lease["metadata"].get("labels") or {}
+        metadata["annotations"] = {
+            **((lease or {}).get("metadata", {}).get("annotations") or {}),
+            TERM_ANNOTATION: str(term),
+        }
+        spec = {
+            "holderIdentity": holder,
+            "leaseDurationSeconds": max(1, round(self._settings.duration)),
+            "acquireTime": acquired,
+            "renewTime": renewed,
+            "leaseTransitions": int(old.get("leaseTransitions") or 0) + changed,
+        }
+        return {"apiVersion": LEASE.api_version, "kind": LEASE.kind, "metadata": metadata, "spec": spec}
+
+
+def _term(lease: Object) -> int:
+    annotations = lease["metadata"].get("annotations") or {}
+    return int(annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0)
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="microseconds").replace("+00:00", "Z")

@@ -1,0 +1,140 @@
+"""What is kept in memory of each watched object: the view that decisions need, and what tells versions apart."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.model.resource import GROUP, KIND
+from megatron_operator.plan.reduce import reduce_child, reduce_pod
+from megatron_operator.plan.world import ChildRef, ChildView, PodView
+from megatron_operator.render.context import LABEL_INSTANCE
+
+Object = Mapping[str, Any]
+
+_VOLATILE_METADATA = frozenset({"resourceVersion", "managedFields", "generation", "selfLink", "deletionTimestamp"})
+_VOLATILE_ANNOTATIONS = frozenset({"deployment.kubernetes.io/revision"})
+
+
+@dataclass(frozen=True, slots=True)
+class SeenChild:
+    """A child at one version."""
+
+    ref: ChildRef
+    version: int
+    owner_uid: str
+    """UID of the resource that owns it; empty when none does."""
+    view: ChildView
+    """`owned` and `verified` are filled in when a World is made."""
+    fingerprint: str
+    """Hash of all that somebody could have changed: everything but status and bookkeeping."""
+    cluster_ip: str = ""
+    """Services: the virtual address; empty for headless ones."""
+
+    @property
+    def uid(self) -> str:
+        return self.view.uid
+
+
+@dataclass(frozen=True, slots=True)
+class SeenPod:
+    """A pod at one version."""
+
+    version: int
+    view: PodView
+
+    @property
+    def uid(self) -> str:
+        return self.view.uid
+
+
+@dataclass(frozen=True, slots=True)
+class SeenResource:
+    """The custom resource at one version."""
+
+    name: str
+    namespace: str
+    uid: str
+    version: int
+    generation: int
+    spec: Object
+    status: Object
+    deleting: bool
+    changed_by: str
+
+
+def version_of(obj: Object) -> int:
+    """Resource versions of one object grow and can be compared as numbers (Kubernetes API concepts, KEP-5504)."""
+    return int(obj["metadata"].get("resourceVersion") or 0)
+
+
+def instance_of(obj: Object) -> str:
+    """Name of the resource that a child or pod says it belongs to."""
+    return str((obj["metadata"].get("labels") or {}).get(LABEL_INSTANCE, ""))
+
+
+def owner_uid(obj: Object) -> str:
+    """UID of the MegatronInference among the owner references, or empty."""
+    for reference in obj["metadata"].get("ownerReferences") or ():
+        if reference.get("kind") == KIND and str(reference.get("apiVersion", "")).startswith(f"{GROUP}/"):
+            return str(reference.get("uid", ""))
+    return ""
+
+
+def fingerprint(obj: Object) -> str:
+    metadata = {key: value for key, value in obj["metadata"].items() if key not in _VOLATILE_METADATA}
+    annotations = metadata.get("annotations")
+    if annotations:
+        kept = {key: value for key, value in annotations.items() if key not in _VOLATILE_ANNOTATIONS}
+        metadata["annotations"] = kept
+    content = {key: value for key, value in obj.items() if key not in ("status", "metadata", "apiVersion", "kind")}
+    canonical = json.dumps([metadata, content], sort_keys=True, separators=(",", ":"), default=str)
+    return hashlib.blake2b(canonical.encode(), digest_size=12).hexdigest()
+
+
+def project_child(obj: Object) -> SeenChild:
+    """`apiVersion` and `kind` must be set."""
+    owner = owner_uid(obj)
+    view = reduce_child(obj, owner_uid=owner or "none", verified=False)
+    cluster_ip = str((obj.get("spec") or {}).get("clusterIP") or "") if obj["kind"] == "Service" else ""
+    return SeenChild(
+        ref=view.ref,
+        version=version_of(obj),
+        owner_uid=owner,
+        view=view,
+        fingerprint=fingerprint(obj),
+        cluster_ip="" if cluster_ip == "None" else cluster_ip,
+    )
+
+
+def project_pod(obj: Object) -> SeenPod:
+    return SeenPod(version=version_of(obj), view=reduce_pod(obj))
+
+
+def project_resource(obj: Object) -> SeenResource:
+    metadata = obj["metadata"]
+    return SeenResource(
+        name=metadata["name"],
+        namespace=metadata["namespace"],
+        uid=metadata["uid"],
+        version=version_of(obj),
+        generation=int(metadata.get("generation") or 0),
+        spec=obj.get("spec") or {},
+        status=obj.get("status") or {},
+        deleting=metadata.get("deletionTimestamp") is not None,
+        changed_by=_changed_by(metadata),
+    )
+
+
+def _changed_by(metadata: Object) -> str:
+    """The field manager that owns `spec.desiredState`; of several, the one that wrote last."""
+    owners = [
+        entry
+        for entry in metadata.get("managedFields") or ()
+        if "f:desiredState" in ((entry.get("fieldsV1") or {}).get("f:spec") or {})
+    ]
+    latest = max(owners, key=lambda entry: str(entry.get("time") or ""), default=None)
+    return str(latest.get("manager", "")) if latest else ""

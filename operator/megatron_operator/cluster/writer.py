@@ -1,0 +1,101 @@
+"""Every write to the API server, behind one gate: only the leader writes, only to what it owns, only to what it saw."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_operator.cluster.api import ApiError, KubeApi, Object
+from megatron_operator.cluster.kinds import POD, RESOURCE, kind_of
+from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
+from megatron_operator.plan.world import ChildRef, Manifest
+from megatron_operator.render.context import FIELD_MANAGER
+
+
+class NotOwnedError(ApiError):
+    """An object of that name exists and belongs to somebody else. It is left alone."""
+
+    def __init__(self, ref: ChildRef, *, namespace: str) -> None:
+        super().__init__(
+            409,
+            "NotOwned",
+            f"{ref} in namespace {namespace} exists and is not owned by this resource; "
+            "delete it, or give the resource another name",
+        )
+
+
+class Writer:
+    """The operator's writes.
+
+    guard: raises when this process does not lead (any more); called right before every request.
+    count: told the verb and kind of every request that reached the server.
+    """
+
+    def __init__(self, api: KubeApi, *, guard: Callable[[], None], count: Callable[[str, str], None]) -> None:
+        self._api = api
+        self._guard = guard
+        self._count = count
+
+    async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
+        """Server-side apply, forced only onto the very object `known`, which the resource must own.
+
+        Raises:
+            NotOwnedError: somebody else's object bears the name.
+            ApiError: the server refused.
+        """
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
+        if known is None:
+            existing = await self._api.get(kind, namespace, name)
+            known = project_child(existing) if existing is not None else None
+        if known is not None and known.owner_uid != owner_uid:
+            raise NotOwnedError(known.ref, namespace=namespace)
+        body = manifest
+        if known is not None:
+            body = {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}
+        self._guard()
+        answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=known is not None)
+        self._count("apply", kind.kind)
+        return project_child(answer)
+
+    async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
+        """The whole `.status`, only onto the version that the decision was made from.
+
+        Raises:
+            ApiError: conflict when the resource has changed since or is another; 404 when it is gone.
+        """
+        body = {
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.kind,
+            "metadata": {
+                "name": resource.name,
+                "namespace": resource.namespace,
+                "uid": resource.uid,
+                "resourceVersion": str(resource.version),
+            },
+            "status": status,
+        }
+        self._guard()
+        answer = await self._api.apply(RESOURCE, body, manager=FIELD_MANAGER, force=True, subresource="status")
+        self._count("apply", f"{RESOURCE.kind}/status")
+        return project_resource(answer)
+
+    async def create(self, manifest: Manifest) -> Object:
+        """Raises ApiError; conflict when it exists."""
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        self._guard()
+        answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
+        self._count("create", kind.kind)
+        return answer
+
+    async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:
+        """Raises ApiError: 404 when it is gone, conflict when the name means another object now."""
+        kind = kind_of(ref.api_version, ref.kind)
+        self._guard()
+        await self._api.delete(kind, namespace, ref.name, uid=uid)
+        self._count("delete", kind.kind)
+
+    async def delete_pod(self, name: str, *, namespace: str, uid: str) -> None:
+        """Raises ApiError as `delete_child`."""
+        self._guard()
+        await self._api.delete(POD, namespace, name, uid=uid)
+        self._count("delete", POD.kind)

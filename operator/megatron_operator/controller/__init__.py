@@ -1,0 +1,1 @@
+"""kopf glue: watches wake one task per resource; the task observes, decides, persists and acts."""

@@ -1,0 +1,181 @@
+"""The acts of one pass. Each may be repeated without harm; the first that fails ends the pass."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.cache import ResourceCache
+from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.keys import new_resource_keys
+from megatron_operator.cluster.kinds import SECRET
+from megatron_operator.cluster.lease import Elector
+from megatron_operator.cluster.writer import NotOwnedError, Writer
+from megatron_operator.controller.observe import Observer
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.model.settings import Settings
+from megatron_operator.model.states import SignalKind
+from megatron_operator.plan.world import (
+    Action,
+    ApplyChild,
+    ChildRef,
+    CreateKeys,
+    DeleteChild,
+    DeletePods,
+    EmitEvent,
+    RaiseFence,
+    Refusal,
+    ResourceView,
+    Signal,
+)
+from megatron_operator.render.context import RenderContext
+from megatron_operator.render.keys import keys_secret
+from megatron_runtime.wire.security import KeyPair
+
+logger = logging.getLogger(__name__)
+
+
+class Actor:
+    """Carries out the actions of one resource's decisions."""
+
+    def __init__(
+        self,
+        *,
+        cache: ResourceCache,
+        writer: Writer,
+        observer: Observer,
+        recorder: Recorder,
+        link: CoordinatorLink,
+        elector: Elector,
+        settings: Settings,
+        admin: KeyPair | None,
+        count_signal: Callable[[SignalKind], None],
+    ) -> None:
+        self._cache = cache
+        self._writer = writer
+        self._observer = observer
+        self._recorder = recorder
+        self._link = link
+        self._elector = elector
+        self._settings = settings
+        self._admin = admin
+        self._count_signal = count_signal
+        self.refusals: dict[ChildRef, Refusal] = {}
+
+    async def act(self, actions: Sequence[Action], resource: ResourceView) -> bool:
+        """Carry them out in order. True when something changed that the next pass should look at right away.
+
+        Raises:
+            ApiError: something that may pass by itself; the pass is to be repeated after a pause.
+            LeadershipLostError: this process must end.
+        """
+        changed = False
+        for action in actions:
+            match action:
+                case ApplyChild():
+                    changed = True
+                    if not await self._apply(action, resource):
+                        break
+                case CreateKeys():
+                    changed = True
+                    if not await self._create_keys(action, resource):
+                        break
+                case DeleteChild():
+                    changed = True
+                    await self._delete_child(action, resource)
+                case DeletePods():
+                    changed = True
+                    await self._delete_pods(action, resource)
+                case RaiseFence():
+                    changed = True
+                    await self._elector.raise_term(above=action.above)
+                case Signal():
+                    self._signal(action, resource)
+                case EmitEvent():
+                    self._elector.check()
+                    await self._recorder.emit(
+                        action, name=resource.name, namespace=resource.namespace, uid=resource.uid
+                    )
+        return changed
+
+    async def _apply(self, action: ApplyChild, resource: ResourceView) -> bool:
+        known = self._cache.child(action.ref)
+        try:
+            seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
+        except NotOwnedError as error:
+            return self._refused(action.ref, action.hash, error)
+        except ApiError as error:
+            if error.conflict:
+                # The object is another than the one known, or changed hands: look again, then decide anew.
+                await self._observer.reread_child(action.ref, namespace=resource.namespace)
+            if error.permanent:
+                return self._refused(action.ref, action.hash, error)
+            raise
+        self._cache.applied(seen)
+        self.refusals.pop(action.ref, None)
+        return True
+
+    async def _create_keys(self, action: CreateKeys, resource: ResourceView) -> bool:
+        if self._admin is None:
+            raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
+        ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
+        ctx = RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self._settings)
+        try:
+            created = await self._writer.create(keys_secret(ctx, new_resource_keys(self._admin)))
+        except ApiError as error:
+            if error.code == 409 and error.reason == "AlreadyExists":
+                return self._refused(ref, "", NotOwnedError(ref, namespace=resource.namespace))
+            if error.permanent:
+                return self._refused(ref, "", error)
+            raise
+        self._observer.remember_keys(created)
+        self.refusals.pop(ref, None)
+        return True
+
+    def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
+        logger.warning("child refused", extra={"child": str(ref), "code": error.code, "error": error.message})
+        self.refusals[ref] = Refusal(hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC))
+        return False
+
+    async def _delete_child(self, action: DeleteChild, resource: ResourceView) -> None:
+        logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})
+        try:
+            await self._writer.delete_child(action.ref, namespace=resource.namespace, uid=action.uid)
+        except ApiError as error:
+            if not (error.not_found or error.conflict):
+                raise
+            self._cache.gone(action.uid)
+            await self._observer.reread_child(action.ref, namespace=resource.namespace)
+        else:
+            self._cache.deleted(action.uid)
+
+    async def _delete_pods(self, action: DeletePods, resource: ResourceView) -> None:
+        logger.info("deleting pods", extra={"engine": action.engine, "why": action.reason})
+        for name, uid in action.pods:
+            try:
+                await self._writer.delete_pod(name, namespace=resource.namespace, uid=uid)
+            except ApiError as error:
+                if not (error.not_found or error.conflict):
+                    raise
+                self._cache.gone(uid)
+            else:
+                self._cache.deleted(uid)
+
+    def _signal(self, action: Signal, resource: ResourceView) -> None:
+        self._elector.check()
+        if self._link.awaits(action.operation_id):
+            return
+        sent = self._link.signal(action)
+        logger.info(
+            "signal sent" if sent else "signal not sent: no connection",
+            extra={
+                "resource": f"{resource.namespace}/{resource.name}",
+                "signal": action.kind.value,
+                "operation_id": action.operation_id,
+                "fence": action.fence,
+            },
+        )
+        if sent:
+            self._count_signal(action.kind)

@@ -1,0 +1,256 @@
+"""The operator process: log in, become the leader, watch, run the tasks; end when told to or when leadership is lost.
+
+Exit codes: 0 told to stop, 1 leadership lost or kopf ended by itself. Whoever starts the process starts it again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Coroutine
+from typing import Any
+
+import kopf
+import zmq
+from kubernetes.aio.client import Configuration
+
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.auth import kopf_connection, load_configuration
+from megatron_operator.cluster.cache import Index, Key, ResourceCache
+from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.keys import ensure_admin_keys
+from megatron_operator.cluster.kinds import RESOURCE
+from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
+from megatron_operator.cluster.writer import Writer
+from megatron_operator.controller.act import Actor
+from megatron_operator.controller.metrics import Metrics
+from megatron_operator.controller.observe import Observer, ObserverSettings
+from megatron_operator.controller.options import RunOptions
+from megatron_operator.controller.probes import Probes
+from megatron_operator.controller.supervisor import Supervisor
+from megatron_operator.controller.task import Parts, ResourceTask
+from megatron_operator.controller.watches import build_registry, kopf_settings
+from megatron_operator.link.address import Resolver, service_address, template_resolver
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.plan.decide import decide
+from megatron_runtime.wire.security import KeyPair
+
+logger = logging.getLogger(__name__)
+
+CRD_RETRY_SECONDS = 2.0
+
+
+def run(options: RunOptions) -> int:
+    """The exit code. Logging is configured by the caller."""
+    return asyncio.run(OperatorProcess(options).run())
+
+
+class OperatorProcess:
+    """One life of one operator."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self._options = options
+        self._metrics = Metrics()
+        self._stop = asyncio.Event()
+        self._phase = "logging in"
+        self._supervisor: Supervisor | None = None
+        self._index: Index | None = None
+        self._resolve: Resolver = (
+            template_resolver(options.coordinator_address_template)
+            if options.coordinator_address_template
+            else service_address
+        )
+
+    async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
+        options = self._options
+        probes = Probes(
+            heartbeat=self._heartbeat,
+            missing=self._missing,
+            registry=self._metrics.registry,
+            host=options.health_host,
+            port=options.health_port,
+        )
+        await probes.start()
+        try:
+            configuration = await load_configuration(kubeconfig=options.kubeconfig, context=options.context)
+            async with KubeApi(configuration) as api:
+                return await self._run_with(api, configuration)
+        finally:
+            await probes.stop()
+
+    async def _run_with(self, api: KubeApi, configuration: Configuration) -> int:
+        options = self._options
+        lease = LeaseSettings(
+            namespace=options.settings.operator_namespace,
+            name=options.lease_name,
+            identity=options.identity,
+            duration=options.lease_seconds,
+        )
+        elector = Elector(api, lease)
+        self._phase = "standing by"
+        if not await self._unless_stopped(elector.acquire()):
+            return 0
+        self._metrics.leading.set(1)
+        self._metrics.term.set(elector.term)
+        hold = asyncio.create_task(elector.hold(), name="hold lease")
+        try:
+            return await self._lead(api, configuration, elector, hold)
+        except LeadershipLostError as error:
+            logger.error("leadership lost; ending", extra={"error": str(error)})
+            return 1
+        finally:
+            hold.cancel()
+            await asyncio.gather(hold, return_exceptions=True)
+            await elector.release()
+
+    async def _lead(
+        self, api: KubeApi, configuration: Configuration, elector: Elector, hold: asyncio.Task[None]
+    ) -> int:
+        options = self._options
+        self._phase = "waiting for the CRD"
+        if not await self._unless_stopped(self._await_crd(api)):
+            return 0
+        writer = Writer(api, guard=elector.check, count=self._metrics.count_write)
+        admin: KeyPair | None = None
+        if options.settings.security:
+            admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        supervisor = self._supervisor = Supervisor(
+            lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, context, admin)
+        )
+        self._phase = "listing"
+        watching = asyncio.create_task(self._watch(configuration, supervisor), name="kopf")
+        try:
+            await asyncio.wait({watching, hold, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (supervisor.failed, hold, watching):
+                if ended.done():
+                    await ended
+            return 0 if self._stop.is_set() else 1
+        finally:
+            self._stop.set()
+            await asyncio.gather(watching, return_exceptions=True)
+            await supervisor.stop()
+            context.destroy(linger=0)
+
+    async def _watch(self, configuration: Configuration, supervisor: Supervisor) -> None:
+        """kopf, until the stop event is set or a signal arrives."""
+        namespaces = self._options.namespaces
+        registry = build_registry(
+            login=lambda: kopf_connection(configuration),
+            started=self._started,
+            wake_resource=supervisor.wake_resource,
+            wake_instance=supervisor.wake_instance,
+        )
+
+        @kopf.on.cleanup(registry=registry)
+        async def cleanup(**_: Any) -> None:
+            # kopf counts every task made since its start as one of its own and would wait for them.
+            await supervisor.stop()
+
+        await kopf.operator(
+            registry=registry,
+            settings=kopf_settings(namespaced=bool(namespaces)),
+            standalone=True,
+            clusterwide=not namespaces,
+            namespaces=namespaces,
+            stop_flag=self._stop,
+        )
+        self._stop.set()
+
+    def _started(self, index: Index) -> None:
+        self._index = index
+        self._phase = ""
+
+    def _make_task(
+        self,
+        uid: str,
+        key: Key,
+        woken: asyncio.Event,
+        api: KubeApi,
+        writer: Writer,
+        elector: Elector,
+        context: zmq.Context[zmq.Socket[bytes]],
+        admin: KeyPair | None,
+    ) -> ResourceTask:
+        assert self._index is not None, "kopf runs no handler before its startup"
+        options = self._options
+        cache = ResourceCache(uid=uid, key=key, index=self._index)
+        link = CoordinatorLink(context, on_change=woken.set, timings=options.link)
+        observing = ObserverSettings(
+            settings=options.settings,
+            admin=admin,
+            resolve=self._resolve,
+            resync_seconds=options.resync_seconds,
+        )
+        observer = Observer(api, cache, link, options=observing)
+        actor = Actor(
+            cache=cache,
+            writer=writer,
+            observer=observer,
+            recorder=Recorder(api, instance=options.identity),
+            link=link,
+            elector=elector,
+            settings=options.settings,
+            admin=admin,
+            count_signal=self._metrics.count_signal,
+        )
+        parts = Parts(
+            cache=cache,
+            observer=observer,
+            writer=writer,
+            actor=actor,
+            link=link,
+            elector=elector,
+            metrics=self._metrics,
+            decide=decide,
+            resync_seconds=options.resync_seconds,
+        )
+        return ResourceTask(uid=uid, key=key, woken=woken, parts=parts)
+
+    async def _await_crd(self, api: KubeApi) -> None:
+        """kopf serves only what it finds at its start when it may not watch CRDs, so find it first."""
+        namespace = self._options.namespaces[0] if self._options.namespaces else None
+        said = False
+        while True:
+            try:
+                await api.request("GET", RESOURCE.path(namespace), query={"limit": 1})
+                return
+            except ApiError as error:
+                if not said:
+                    logger.warning(
+                        "resource kind not served yet; install the CRD (megatron-operator crd | kubectl apply -f -)",
+                        extra={"kind": RESOURCE.kind, "error": str(error)},
+                    )
+                    said = True
+            await asyncio.sleep(CRD_RETRY_SECONDS)
+
+    async def _unless_stopped(self, work: Coroutine[Any, Any, Any]) -> bool:
+        """Wait for the work. False: told to stop before it was done."""
+        task = asyncio.create_task(work)
+        stopped = asyncio.create_task(self._stop.wait())
+        try:
+            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                return False
+            await task
+            return True
+        finally:
+            for pending in (task, stopped):
+                pending.cancel()
+            await asyncio.gather(task, stopped, return_exceptions=True)
+
+    def _heartbeat(self) -> dict[str, Any]:
+        supervisor = self._supervisor
+        self._metrics.resources.set(len(supervisor) if supervisor else 0)
+        return {
+            "phase": self._phase or "leading",
+            "resources": len(supervisor) if supervisor else 0,
+            "oldest_pass_seconds": round(supervisor.oldest_pass_seconds, 3) if supervisor else 0.0,
+        }
+
+    def _missing(self) -> list[str]:
+        return [] if self._phase in ("", "standing by") else [self._phase]

@@ -1,0 +1,179 @@
+"""The reads of one pass: everything a World is made of, from the cache, the keys Secret and the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+
+from megatron_operator.cluster.api import KubeApi, Object
+from megatron_operator.cluster.cache import ResourceCache
+from megatron_operator.cluster.keys import admin_peer_keys
+from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, SECRET, SERVICE, kind_of
+from megatron_operator.cluster.projection import (
+    SeenChild,
+    SeenPod,
+    SeenResource,
+    project_child,
+    project_pod,
+    project_resource,
+)
+from megatron_operator.controller.watches import CHILD_SELECTOR
+from megatron_operator.link.address import Resolver
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, Refusal, ResourceView, World
+from megatron_operator.render.context import LABEL_INSTANCE
+from megatron_runtime.wire.security import KeyPair
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ObserverSettings:
+    settings: Settings
+    admin: KeyPair | None
+    """None: no security, plain sockets."""
+    resolve: Resolver
+    resync_seconds: float
+
+
+class Observer:
+    """Reads for one resource."""
+
+    def __init__(self, api: KubeApi, cache: ResourceCache, link: CoordinatorLink, *, options: ObserverSettings) -> None:
+        self._api = api
+        self._cache = cache
+        self._link = link
+        self._options = options
+        self._audit_due = time.monotonic() + self._resync_in()
+        self._keys: tuple[str, Object] | None = None
+
+    async def resource(self) -> SeenResource | None:
+        """The resource, after catching up where the watch may be behind. None when it is gone."""
+        if self._cache.resource() is None:
+            return None
+        if time.monotonic() >= self._audit_due:
+            await self._audit()
+        await self._catch_up()
+        return self._cache.resource()
+
+    async def reread_resource(self) -> None:
+        """After a refused write: what is it now?"""
+        seen = self._cache.resource()
+        if seen is None:
+            return
+        obj = await self._api.get(RESOURCE, seen.namespace, seen.name)
+        if obj is None or obj["metadata"]["uid"] != seen.uid:
+            self._cache.resource_gone()
+        else:
+            self._cache.wrote_resource(project_resource(obj))
+
+    async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
+        """After a refused write to a child."""
+        obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
+        self._cache.observed(ref, project_child(obj) if obj is not None else None)
+
+    async def world(self, resource: SeenResource, *, fence: int, refusals: Mapping[ChildRef, Refusal]) -> World:
+        """One snapshot.
+
+        Raises:
+            pydantic.ValidationError: the stored spec is not one this version understands.
+        """
+        spec = parse_spec(resource.spec)
+        coordinator = await self._coordinator(resource)
+        return World(
+            resource=ResourceView(
+                name=resource.name,
+                namespace=resource.namespace,
+                uid=resource.uid,
+                generation=resource.generation,
+                spec=spec,
+                status=resource.status,
+                deleting=resource.deleting,
+                changed_by=resource.changed_by,
+            ),
+            settings=self._options.settings,
+            now=datetime.now(UTC),
+            new_operation_id=secrets.token_hex(8),
+            fence=fence,
+            children=self._cache.views(),
+            pods=self._cache.pods(),
+            coordinator=coordinator,
+            refusals=refusals,
+        )
+
+    def remember_keys(self, obj: Object) -> None:
+        """The keys Secret as just created."""
+        self._keys = (obj["metadata"]["uid"], obj)
+        seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+        self._cache.read_unwatched(seen.ref, seen)
+
+    async def _coordinator(self, resource: SeenResource) -> CoordinatorSnapshot:
+        keys = None
+        if self._options.admin is not None:
+            secret = await self._read_keys(resource)
+            if secret is None:
+                self._link.point_to(None, None)
+                return CoordinatorSnapshot(error="its keys do not exist yet")
+            keys = admin_peer_keys(secret, self._options.admin)
+        service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
+        if service is None or service.owner_uid != resource.uid:
+            self._link.point_to(None, None)
+            return CoordinatorSnapshot(error="its Service does not exist yet")
+        self._link.point_to(self._options.resolve(resource.name, resource.namespace, service.cluster_ip), keys)
+        return await self._link.refresh()
+
+    async def _read_keys(self, resource: SeenResource) -> Object | None:
+        """The keys Secret: read by name until it is there and ours, then again at every resync only."""
+        ref = ChildRef(SECRET.kind, f"{resource.name}-keys", SECRET.api_version)
+        if self._keys is None:
+            obj = await self._api.get(SECRET, resource.namespace, ref.name)
+            if obj is None:
+                self._cache.read_unwatched(ref, None)
+                return None
+            seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
+            self._cache.read_unwatched(ref, seen)
+            if seen.owner_uid != resource.uid:
+                return None
+            self._keys = (seen.uid, obj)
+        return self._keys[1]
+
+    async def _catch_up(self) -> None:
+        """Read directly what was written but never showed up in the watch."""
+        resource = self._cache.resource()
+        if resource is None:
+            return
+        for ref in self._cache.lagging():
+            await self.reread_child(ref, namespace=resource.namespace)
+
+    async def _audit(self) -> None:
+        """List everything of this resource: a watch that was cut off may have missed the end of an object."""
+        resource = self._cache.resource()
+        if resource is None:
+            return
+        self._audit_due = time.monotonic() + self._resync_in()
+        self._keys = None
+        selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
+        kinds = (*CHILD_KINDS, POD)
+        answers = await asyncio.gather(*(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds))
+        children: list[SeenChild] = []
+        pods: list[SeenPod] = []
+        for kind, items in zip(kinds, answers, strict=True):
+            if kind is POD:
+                pods += [project_pod(item) for item in items]
+            else:
+                children += [
+                    project_child({**item, "apiVersion": kind.api_version, "kind": kind.kind}) for item in items
+                ]
+        self._cache.audited(children, pods)
+        await self.reread_resource()
+
+    def _resync_in(self) -> float:
+        return self._options.resync_seconds * random.uniform(0.9, 1.1)

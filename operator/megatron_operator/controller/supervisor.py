@@ -1,0 +1,68 @@
+"""One task per resource UID: started when the resource is first seen, ended by itself, watched over here."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+
+from megatron_operator.cluster.cache import Key
+from megatron_operator.controller.task import ResourceTask
+
+logger = logging.getLogger(__name__)
+
+
+class Supervisor:
+    """make_task: builds a task. It is given the event that its parts may set to wake it."""
+
+    def __init__(self, make_task: Callable[[str, Key, asyncio.Event], ResourceTask]) -> None:
+        self._make_task = make_task
+        self._tasks: dict[str, tuple[ResourceTask, asyncio.Task[None]]] = {}
+        self._by_key: dict[Key, str] = {}
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done with the exception of a task that nothing can go on after: leadership is lost."""
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    @property
+    def oldest_pass_seconds(self) -> float:
+        """Age of the longest pass under way; 0 when none is."""
+        now = time.monotonic()
+        return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
+
+    def wake_resource(self, uid: str, key: Key) -> None:
+        """The resource itself appeared, changed or went. A task that finds it gone ends itself."""
+        if uid not in self._tasks:
+            task = self._make_task(uid, key, asyncio.Event())
+            runner = asyncio.create_task(task.run(), name=f"resource {key[0]}/{key[1]}")
+            runner.add_done_callback(lambda done: self._ended(task, done))
+            self._tasks[uid] = (task, runner)
+            self._by_key[key] = uid
+        self._tasks[uid][0].wake()
+
+    def wake_instance(self, key: Key) -> None:
+        """Something that bears this resource's name changed."""
+        uid = self._by_key.get(key)
+        if uid is not None:
+            self._tasks[uid][0].wake()
+
+    async def stop(self) -> None:
+        """End all tasks where they stand; their next start goes on from there."""
+        runners = [runner for _, runner in self._tasks.values()]
+        for runner in runners:
+            runner.cancel()
+        await asyncio.gather(*runners, return_exceptions=True)
+
+    def _ended(self, task: ResourceTask, runner: asyncio.Task[None]) -> None:
+        del self._tasks[task.uid]
+        if self._by_key.get(task.key) == task.uid:
+            del self._by_key[task.key]
+        if runner.cancelled():
+            return
+        error = runner.exception()
+        if error is not None and not self.failed.done():
+            self.failed.set_exception(error)
+        elif error is None:
+            logger.info("resource gone", extra={"resource": "/".join(task.key)})

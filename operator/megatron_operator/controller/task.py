@@ -1,0 +1,169 @@
+"""The task of one resource: observe, decide, persist, act, wait to be woken; until the resource is gone.
+
+An exception ends a pass, never the task: it is logged and the next pass comes after a pause that grows. Only the loss
+of leadership goes up. What a pass does is decided by `decide` alone; this loop knows no rule about resources.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.cache import Key, ResourceCache
+from megatron_operator.cluster.lease import Elector, LeadershipLostError
+from megatron_operator.cluster.projection import SeenResource
+from megatron_operator.cluster.writer import Writer
+from megatron_operator.controller.act import Actor
+from megatron_operator.controller.metrics import Metrics
+from megatron_operator.controller.observe import Observer
+from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.plan.world import Decision, World
+
+logger = logging.getLogger(__name__)
+
+BACKOFF_FIRST, BACKOFF_MAX = 0.2, 30.0
+AFTER_ERROR_SECONDS = 1.0
+EAGER_PASSES = 10
+"""Passes that may follow one another without a pause because each changed something."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a task works with."""
+
+    cache: ResourceCache
+    observer: Observer
+    writer: Writer
+    actor: Actor
+    link: CoordinatorLink
+    elector: Elector
+    metrics: Metrics
+    decide: Callable[[World], Decision]
+    resync_seconds: float
+
+
+class ResourceTask:
+    """See the module. `wake` may be called from anywhere on the event loop, any number of times."""
+
+    def __init__(self, *, uid: str, key: Key, woken: asyncio.Event, parts: Parts) -> None:
+        self.uid = uid
+        self.key = key
+        self.busy_since: float | None = None
+        self._woken = woken
+        self._parts = parts
+        self._eager = 0
+        self._said: tuple[str, str, str] | None = None
+        self._persisted: tuple[str, str] | None = None
+
+    def wake(self) -> None:
+        self._woken.set()
+
+    async def run(self) -> None:
+        """Until the resource is gone.
+
+        Raises:
+            LeadershipLostError: this process does not lead any more.
+        """
+        backoff = BACKOFF_FIRST
+        try:
+            while True:
+                self._woken.clear()
+                began = self.busy_since = time.monotonic()
+                try:
+                    pause = await self._pass()
+                    outcome, backoff = "ok", BACKOFF_FIRST
+                except (LeadershipLostError, asyncio.CancelledError):
+                    raise
+                except Exception as error:
+                    pause, backoff, outcome = backoff, min(2 * backoff, BACKOFF_MAX), "error"
+                    self._log_failure(error, pause)
+                finally:
+                    self.busy_since = None
+                self._parts.metrics.passes.labels(outcome=outcome).inc()
+                self._parts.metrics.seconds.observe(time.monotonic() - began)
+                if pause is None:
+                    return
+                await self._sleep(pause, wakeable=outcome == "ok")
+        finally:
+            await self._parts.link.close()
+
+    async def _pass(self) -> float | None:
+        """One pass; seconds until the next at the latest, or None when the resource is gone."""
+        parts = self._parts
+        resource = await parts.observer.resource()
+        if resource is None:
+            return None
+        world = await parts.observer.world(resource, fence=parts.elector.term, refusals=parts.actor.refusals)
+        decision = parts.decide(world)
+        self._log_decision(decision)
+        if not await self._persist(resource, decision.status):
+            return self._again()
+        if await parts.actor.act(decision.actions, world.resource):
+            return self._again()
+        self._eager = 0
+        return min(parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
+
+    async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
+        """Write the status if it differs. False: it was not what the decision was made from; decide again."""
+        wanted, stored = _canonical(status), _canonical(resource.status)
+        if wanted == stored or self._persisted == (wanted, stored):
+            return True
+        try:
+            written = await self._parts.writer.apply_status(resource, status)
+        except ApiError as error:
+            if not (error.conflict or error.not_found):
+                raise
+            await self._parts.observer.reread_resource()
+            return False
+        self._parts.cache.wrote_resource(written)
+        # A status that the schema stores differently must not be written again and again.
+        self._persisted = (wanted, _canonical(written.status))
+        return True
+
+    def _again(self) -> float:
+        self._eager += 1
+        return 0.0 if self._eager <= EAGER_PASSES else 1.0
+
+    async def _sleep(self, pause: float, *, wakeable: bool) -> None:
+        """After an error a wake-up shortens the pause to a second at least: whatever failed is not hammered."""
+        if not wakeable:
+            unconditional = min(pause, AFTER_ERROR_SECONDS)
+            await asyncio.sleep(unconditional)
+            pause -= unconditional
+        try:
+            async with asyncio.timeout(pause):
+                await self._woken.wait()
+        except TimeoutError:
+            return
+
+    def _log_decision(self, decision: Decision) -> None:
+        said = (decision.policy, decision.reason, decision.message)
+        if said != self._said:
+            self._said = said
+            logger.info(
+                "decision",
+                extra={
+                    "resource": "/".join(self.key),
+                    "policy": decision.policy,
+                    "reason": decision.reason,
+                    "detail": decision.message,
+                    "actions": [type(action).__name__ for action in decision.actions],
+                },
+            )
+
+    def _log_failure(self, error: Exception, pause: float) -> None:
+        fields = {"resource": "/".join(self.key), "error": str(error), "retry_seconds": pause}
+        if isinstance(error, ApiError):
+            logger.warning("pass failed", extra=fields)
+        else:
+            logger.exception("pass failed", extra=fields)
+
+
+def _canonical(status: object) -> str:
+    return json.dumps(status, sort_keys=True, separators=(",", ":"), default=str)

@@ -1,0 +1,116 @@
+"""What kopf does here: watch, keep projections in its indexes, and wake tasks. Nothing else.
+
+No create, update or delete handlers, no daemons, no timers: so no finalizer, no annotation, no write of kopf's own.
+kopf runs an object's event handlers after its indexes hold that object's new version, and the first of them only when
+all kinds are listed: a woken task never sees less than what woke it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import kopf
+
+from megatron_operator.cluster.cache import Index, Key
+from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, Kind
+from megatron_operator.cluster.projection import (
+    SeenChild,
+    SeenPod,
+    SeenResource,
+    instance_of,
+    project_child,
+    project_pod,
+    project_resource,
+)
+from megatron_operator.render.context import FIELD_MANAGER, LABEL_MANAGED_BY
+
+CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
+
+
+def build_registry(
+    *,
+    login: Callable[[], kopf.ConnectionInfo],
+    started: Callable[[Index], None],
+    wake_resource: Callable[[str, Key], None],
+    wake_instance: Callable[[Key], None],
+) -> kopf.OperatorRegistry:
+    """Everything kopf is told to do.
+
+    started: called once, before any event, with the live indexes.
+    wake_resource: a resource with this UID appeared, changed or went.
+    wake_instance: something that belongs to the resource of this namespace and name did.
+    """
+    registry = kopf.OperatorRegistry()
+
+    @kopf.on.login(registry=registry)
+    async def authenticate(**_: Any) -> kopf.ConnectionInfo:
+        return login()
+
+    @kopf.on.startup(registry=registry)
+    async def start(**indexes: Any) -> None:
+        started(Index(indexes["resources"], indexes["children"], indexes["pods"]))
+
+    _watch_resources(registry, wake_resource)
+    _watch_children(registry, wake_instance)
+    return registry
+
+
+def _watch_resources(registry: kopf.OperatorRegistry, wake: Callable[[str, Key], None]) -> None:
+    where = (RESOURCE.group, RESOURCE.version, RESOURCE.plural)
+
+    @kopf.index(*where, registry=registry, id="resources")
+    async def index(body: kopf.Body, **_: Any) -> dict[str, SeenResource]:
+        seen = project_resource(dict(body))
+        return {seen.uid: seen}
+
+    @kopf.on.event(*where, registry=registry, id="wake-resource")
+    async def event(uid: str, namespace: str | None, name: str, **_: Any) -> None:
+        wake(uid, (namespace or "", name))
+
+
+def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]) -> None:
+    async def event(body: kopf.Body, namespace: str | None, **_: Any) -> None:
+        wake((namespace or "", instance_of(dict(body))))
+
+    def index_of(kind: Kind) -> Callable[..., Any]:
+        async def index(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenChild]:
+            obj = {**body, "apiVersion": kind.api_version, "kind": kind.kind}
+            return {(namespace or "", instance_of(obj)): project_child(obj)}
+
+        return index
+
+    async def index_pod(body: kopf.Body, namespace: str | None, **_: Any) -> dict[Key, SeenPod]:
+        obj = dict(body)
+        return {(namespace or "", instance_of(obj)): project_pod(obj)}
+
+    labels = {LABEL_MANAGED_BY: FIELD_MANAGER}
+    for kind in CHILD_KINDS:
+        where = (kind.group, kind.version, kind.plural)
+        kopf.index(*where, registry=registry, id="children", labels=labels)(index_of(kind))
+        kopf.on.event(*where, registry=registry, id=f"wake-{kind.plural}", labels=labels)(event)
+    where = (POD.group, POD.version, POD.plural)
+    kopf.index(*where, registry=registry, id="pods", labels=labels)(index_pod)
+    kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
+
+
+def kopf_settings(*, namespaced: bool) -> kopf.OperatorSettings:
+    """Every default of kopf's that matters, said out loud."""
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.posting.loggers = False
+    settings.peering.standalone = True
+    settings.scanning.disabled = namespaced
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 10
+    settings.networking.error_backoffs = (0.2, 0.5, 1, 2, 3, 5)
+    settings.watching.connect_timeout = 10
+    settings.watching.server_timeout = 300
+    settings.watching.client_timeout = 310
+    settings.watching.reconnect_backoff = 0.1
+    settings.execution.default_backoff = 5
+    settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
+    settings.process.ultimate_exiting_timeout = 20
+    for kind in (*CHILD_KINDS, POD):
+        settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
+    return settings

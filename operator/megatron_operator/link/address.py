@@ -1,0 +1,45 @@
+"""Where the admin port of a resource's coordinator is. Injectable, so that a coordinator may be anywhere in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from megatron_operator.render.context import PORT_ADMIN
+
+Resolver = Callable[[str, str, str], str | None]
+"""(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None while there is none."""
+
+
+class AddressTemplateError(ValueError):
+    """`--coordinator-address-template` cannot be filled in."""
+
+
+def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
+    """The Service's virtual address: needs no DNS, and is reachable from a node as well as from a pod."""
+    if not cluster_ip:
+        return None
+    host = f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
+    return f"tcp://{host}:{PORT_ADMIN}"
+
+
+def template_resolver(template: str) -> Resolver:
+    """Fills `{name}` and `{namespace}`; without a scheme `tcp://` is meant, without a port the admin port.
+
+    Raises:
+        AddressTemplateError: for any other placeholder.
+    """
+    try:
+        template.format(name="name", namespace="namespace")
+    except (KeyError, IndexError, ValueError) as error:
+        raise AddressTemplateError(
+            f"--coordinator-address-template {template!r}: {error}; only {{name}} and {{namespace}} may stand in braces"
+        ) from error
+
+    def resolve(name: str, namespace: str, cluster_ip: str) -> str | None:
+        address = template.format(name=name, namespace=namespace)
+        if "://" in address:
+            return address
+        _, colon, port = address.rpartition(":")
+        return f"tcp://{address}" if colon and port.isdigit() else f"tcp://{address}:{PORT_ADMIN}"
+
+    return resolve

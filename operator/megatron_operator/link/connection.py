@@ -1,0 +1,309 @@
+"""One connection to one coordinator's admin port, kept for the life of its resource.
+
+It says HELLO until it is known, asks STATUS on a timer, and reopens its socket when the coordinator falls silent.
+Whatever is worth a decision (reached, lost, changed, a signal answered) is told by `on_change`; nothing here decides.
+Nothing blocks: a signal is handed to the socket or refused at once, and its answer arrives by itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import zmq
+
+from megatron_operator.link.snapshot import refusal_of, snapshot_of, without_traffic
+from megatron_operator.model.states import SignalKind
+from megatron_operator.plan.world import CoordinatorSnapshot, OperationReport, Signal
+from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.messages import (
+    Control,
+    ControlAck,
+    ControlMessage,
+    Error,
+    Hello,
+    HelloAck,
+    MalformedMessageError,
+    Status,
+    StatusReply,
+    decode,
+)
+from megatron_runtime.wire.security import PeerKeys
+
+logger = logging.getLogger(__name__)
+
+PEER_NAME = "megatron-operator"
+"""All operators bear one name: a new leader's HELLO replaces the old one's registration."""
+DEFAULT_SIGNAL_SECONDS = 60.0
+REMEMBERED_REFUSALS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTimings:
+    """Seconds."""
+
+    hello_retry: float = 0.25
+    hello_retry_max: float = 2.0
+    status_interval: float = 5.0
+    """Between STATUS questions while nothing is under way."""
+    status_interval_busy: float = 0.5
+    """While a signal is unanswered."""
+    answer_timeout: float = 3.0
+    """Without an answer to STATUS for so long the coordinator counts as lost and the socket is opened anew."""
+    refresh_timeout: float = 1.0
+    """Longest a pass waits for a fresh STATUS."""
+    ack_margin: float = 5.0
+    """Added to a signal's own deadline before it counts as unanswered."""
+
+
+@dataclass(slots=True)
+class _InFlight:
+    signal: SignalKind
+    until: float
+
+
+class CoordinatorLink:
+    """See the module. `on_change` is called from the event loop and must not block."""
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        *,
+        on_change: Callable[[], None],
+        timings: LinkTimings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._context = context
+        self._on_change = on_change
+        self._timings = timings or LinkTimings()
+        self._clock = clock
+        self._address: str | None = None
+        self._keys: PeerKeys | None = None
+        self._socket: EventSocket | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._registered = asyncio.Event()
+        self._answered = asyncio.Event()
+        self._asked = 0
+        self._answers = 0
+        self._nudge = asyncio.Event()
+        self._reply: StatusReply | None = None
+        self._in_flight: dict[str, _InFlight] = {}
+        self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._error = "no address yet"
+
+    def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
+        """Connect there; does nothing when that is where it points already. None disconnects."""
+        if (address, keys) == (self._address, self._keys):
+            return
+        self._address, self._keys = address, keys
+        self._close_socket("no address yet" if address is None else f"connecting to {address}")
+        if address is not None:
+            self._open_socket()
+            if self._task is None:
+                self._task = asyncio.create_task(self._keep_alive(), name=f"link {address}")
+
+    async def close(self) -> None:
+        """Idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._close_socket("closed")
+
+    @property
+    def snapshot(self) -> CoordinatorSnapshot:
+        """What the coordinator last said, or that it says nothing."""
+        if self._reply is None or not self._registered.is_set():
+            return CoordinatorSnapshot(error=self._error)
+        return snapshot_of(self._reply, refusals=self._refusals)
+
+    async def refresh(self) -> CoordinatorSnapshot:
+        """A snapshot not older than this call; unreachable when there is no answer in time."""
+        if not self._registered.is_set():
+            return self.snapshot
+        if not await self._ask(self._timings.refresh_timeout):
+            return CoordinatorSnapshot(error=f"no answer from {self._address}")
+        return self.snapshot
+
+    def awaits(self, operation_id: str) -> bool:
+        """This signal was sent and its answer may still come."""
+        waiting = self._in_flight.get(operation_id)
+        return waiting is not None and waiting.until > self._clock()
+
+    def signal(self, signal: Signal) -> bool:
+        """Send it, unless its answer is still awaited. False when there is no connection to send it on.
+
+        The caller has checked its leadership; nothing is queued for a connection that may come later.
+        """
+        if self.awaits(signal.operation_id):
+            return True
+        if not self._registered.is_set():
+            return False
+        timeout = signal.deadline_seconds or DEFAULT_SIGNAL_SECONDS
+        message = Control(
+            kind=Header[signal.kind.value],
+            operation_id=signal.operation_id,
+            fence=signal.fence,
+            timeout_seconds=timeout,
+            expected_engines=signal.expected_engines,
+            engine=signal.engine,
+        )
+        if not self._send(message):
+            return False
+        self._refusals.pop(signal.operation_id, None)
+        self._in_flight[signal.operation_id] = _InFlight(
+            signal.kind, self._clock() + timeout + self._timings.ack_margin
+        )
+        self._nudge.set()
+        return True
+
+    # --- the socket ---
+
+    def _open_socket(self) -> None:
+        assert self._address is not None
+        socket = self._context.socket(zmq.DEALER)
+        # A frame is queued only on a completed connection: no signal is delivered after the moment it was meant for.
+        socket.setsockopt(zmq.IMMEDIATE, 1)
+        socket.setsockopt(zmq.LINGER, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
+        socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
+        if self._keys is not None:
+            self._keys.apply(socket)
+        socket.connect(self._address)
+        self._incarnation = secrets.randbits(64)
+        self._socket = EventSocket(socket, self._receive)
+        self._socket.start()
+
+    def _close_socket(self, error: str) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._forget_registration(error)
+
+    def _forget_registration(self, error: str) -> None:
+        """What was in flight is no longer awaited here: sent again, the same operation id joins or gets its answer."""
+        was = self._registered.is_set()
+        self._registered.clear()
+        self._reply = None
+        self._error = error
+        self._in_flight.clear()
+        self._asked = self._answers = 0
+        self._answered.set()
+        if was:
+            logger.info("coordinator lost", extra={"address": self._address, "error": error})
+            self._on_change()
+
+    def _send(self, message: ControlMessage) -> bool:
+        return self._socket is not None and self._socket.send(message.to_frames())
+
+    # --- the conversation ---
+
+    async def _keep_alive(self) -> None:
+        retry = self._timings.hello_retry
+        while True:
+            if self._registered.is_set():
+                retry = self._timings.hello_retry
+                await self._poll_once()
+                continue
+            if self._socket is not None:
+                self._send(Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=self._incarnation))
+            try:
+                async with asyncio.timeout(retry):
+                    await self._registered.wait()
+            except TimeoutError:
+                retry = min(2 * retry, self._timings.hello_retry_max)
+
+    async def _poll_once(self) -> None:
+        """One STATUS, then a pause that a signal cuts short."""
+        if not await self._ask(self._timings.answer_timeout):
+            if self._registered.is_set() and self._address is not None:
+                self._close_socket(f"no answer from {self._address}")
+                self._open_socket()
+            return
+        self._drop_overdue()
+        self._nudge.clear()
+        pause = self._timings.status_interval_busy if self._in_flight else self._timings.status_interval
+        try:
+            async with asyncio.timeout(pause):
+                await self._nudge.wait()
+        except TimeoutError:
+            return
+
+    async def _ask(self, timeout: float) -> bool:
+        """STATUS, and its own answer: answers come in the order of the questions."""
+        if not self._send(Status()):
+            return False
+        self._asked += 1
+        wanted = self._asked
+        try:
+            async with asyncio.timeout(timeout):
+                while self._answers < wanted:
+                    if not self._registered.is_set():
+                        return False
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            return False
+        return True
+
+    def _drop_overdue(self) -> None:
+        now = self._clock()
+        for operation_id in [key for key, waiting in self._in_flight.items() if waiting.until <= now]:
+            del self._in_flight[operation_id]
+            self._on_change()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        try:
+            message = decode(frames)
+        except MalformedMessageError as error:
+            logger.warning("malformed answer dropped", extra={"address": self._address, "error": str(error)})
+            return
+        match message:
+            case HelloAck():
+                self._on_hello_ack()
+            case StatusReply():
+                self._on_status(message)
+            case ControlAck():
+                self._on_ack(message)
+            case Error(code=ErrorCode.UNKNOWN_PEER):
+                self._forget_registration("the coordinator was started anew")
+                self._send(Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=self._incarnation))
+            case Error():
+                logger.warning(
+                    "coordinator refused a message",
+                    extra={"address": self._address, "code": message.code.name, "error": message.message},
+                )
+
+    def _on_hello_ack(self) -> None:
+        if not self._registered.is_set():
+            self._asked = self._answers = 0
+            self._registered.set()
+            logger.info("coordinator reached", extra={"address": self._address})
+
+    def _on_status(self, reply: StatusReply) -> None:
+        before = without_traffic(self.snapshot)
+        self._reply = reply
+        self._answers += 1
+        self._answered.set()
+        if without_traffic(self.snapshot) != before:
+            self._on_change()
+
+    def _on_ack(self, ack: ControlAck) -> None:
+        waiting = self._in_flight.pop(ack.operation_id, None)
+        logger.info(
+            "signal answered",
+            extra={"operation_id": ack.operation_id, "ok": ack.ok, "code": ack.code, "error": ack.error},
+        )
+        if waiting is not None and not ack.ok:
+            self._refusals[ack.operation_id] = refusal_of(ack, signal=waiting.signal)
+            while len(self._refusals) > REMEMBERED_REFUSALS:
+                self._refusals.popitem(last=False)
+        self._on_change()

@@ -1,0 +1,85 @@
+"""From a coordinator's answers to the snapshot that decisions are made from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
+from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport, OperationReport
+from megatron_runtime.wire.headers import ErrorCode, Header
+from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
+
+
+def snapshot_of(reply: StatusReply, *, refusals: Mapping[str, OperationReport]) -> CoordinatorSnapshot:
+    """`refusals` are answers that the coordinator gave at once and need not remember; what it remembers wins."""
+    operations = dict(refusals)
+    operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
+    return CoordinatorSnapshot(
+        reachable=True,
+        incarnation=f"{reply.incarnation:016x}",
+        state=CoordinatorState(reply.state.value),
+        epoch=reply.epoch,
+        fence=reply.fence,
+        operations=operations,
+        engines=tuple(
+            EngineReport(
+                name=engine.name,
+                identity=engine.name,
+                state=EngineState(engine.state.value),
+                revision=engine.revision,
+                epoch=engine.epoch,
+                ranks=engine.ranks,
+                in_flight=engine.in_flight,
+                draining=engine.draining,
+                serving=engine.serving,
+            )
+            for engine in sorted(reply.engines, key=lambda engine: engine.name)
+        ),
+        queue_length=reply.queued,
+    )
+
+
+def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
+    """The part whose change is worth waking a task: nothing that moves with every request."""
+    engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
+    return replace(snapshot, queue_length=0, engines=engines)
+
+
+def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
+    """A signal that was answered with `ok: false`."""
+    return OperationReport(
+        outcome=OperationOutcome.FAILED,
+        signal=signal,
+        message=_words(ack.code, ack.error),
+        code=ack.code or 0,
+        confirmed_ranks=ack.ranks,
+        total_ranks=ack.total_ranks,
+    )
+
+
+def _operation(operation: Operation) -> OperationReport:
+    message = _words(operation.code, operation.error)
+    if operation.evicted:
+        message = f"{message}; removed: {', '.join(operation.evicted)}".removeprefix("; ")
+    return OperationReport(
+        outcome=OperationOutcome(operation.phase),
+        signal=_SIGNALS.get(operation.signal),
+        message=message,
+        code=operation.code or 0,
+        confirmed_ranks=operation.ranks,
+        total_ranks=operation.total_ranks,
+    )
+
+
+def _words(code: int | None, error: str | None) -> str:
+    if code is None:
+        return error or ""
+    try:
+        name = ErrorCode(code).name
+    except ValueError:
+        name = str(code)
+    return f"{name}: {error}" if error else name
+
+
+_SIGNALS = {Header[kind.value]: kind for kind in SignalKind}
