@@ -1,0 +1,112 @@
+"""Messages survive the wire, and nothing that is not a message gets past decode()."""
+
+import contextlib
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import (
+    Dispatch,
+    MalformedMessageError,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    Submit,
+    decode,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+)
+from megatron_runtime.wire.vectors import VECTORS
+
+tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
+uids = st.binary(min_size=16, max_size=16)
+u64 = st.integers(0, 2**64 - 1)
+metas = st.builds(RequestMeta, st.booleans(), u64, st.none() | st.integers(0, 10**9), st.just(False))
+bodies = st.binary(max_size=60)
+
+
+@given(tokens)
+def test_tokens_travel_as_little_endian_int32(values: list[int]) -> None:
+    assert tokens_to_bytes(values) == np.array(values, dtype="<i4").tobytes()
+    assert tokens_from_bytes(tokens_to_bytes(values)).tolist() == values
+
+
+@given(uids, metas, tokens, tokens, bodies)
+def test_submit_round_trip(uid: bytes, meta: RequestMeta, prompt: list[int], held: list[int], params: bytes) -> None:
+    message = Submit(uid, meta, tokens_to_bytes(prompt), tokens_to_bytes(held), params)
+    assert decode(message.to_frames()) == message
+
+
+@given(u64, uids, st.integers(0, 2**32 - 1), metas, tokens, tokens, bodies)
+def test_dispatch_round_trip(
+    dispatch_id: int, uid: bytes, route: int, meta: RequestMeta, prompt: list[int], held: list[int], params: bytes
+) -> None:
+    message = Dispatch(dispatch_id, uid, route, meta, tokens_to_bytes(prompt), tokens_to_bytes(held), params)
+    assert decode(message.to_frames()) == message
+
+
+@given(st.lists(st.tuples(uids, u64, st.integers(0, 1000), st.integers(0, 8)), max_size=70))
+def test_partial_round_trip(fields: list[tuple[bytes, int, int, int]]) -> None:
+    entries = [PartialEntry(*values) for values in fields]
+    count = sum(entry.count for entry in entries)
+    message = Partial(3, entries, tokens_to_bytes(range(count)))
+    assert decode(message.to_frames()) == message
+
+
+def test_a_partial_whose_index_and_tokens_disagree_is_refused() -> None:
+    frames = Partial(0, [PartialEntry(bytes(16), 1, 0, 2)], tokens_to_bytes([1])).to_frames()
+    with pytest.raises(MalformedMessageError, match="its index says 8"):
+        decode(frames)
+
+
+def test_a_field_of_the_wrong_type_is_named() -> None:
+    with pytest.raises(MalformedMessageError, match="field timeout_seconds"):
+        decode([pack([int(Header.PAUSE), {"timeout_seconds": "soon"}])])
+
+
+def test_unknown_keys_of_a_newer_peer_are_ignored() -> None:
+    assert decode([pack([int(Header.STATUS), {"colour": "blue"}])]) == VECTORS["STATUS"]
+
+
+@given(st.lists(st.binary(max_size=80), max_size=10))
+def test_random_frames_are_read_or_refused_and_nothing_else(frames: list[bytes]) -> None:
+    with contextlib.suppress(MalformedMessageError):
+        decode(frames)
+
+
+_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.binary(max_size=20)
+    | st.text(max_size=20),
+    lambda inner: (
+        st.lists(inner, max_size=5) | st.dictionaries(st.text(max_size=8) | st.integers(0, 9), inner, max_size=5)
+    ),
+    max_leaves=12,
+)
+
+
+@given(st.sampled_from(list(Header)), st.lists(_values, max_size=5), st.lists(st.binary(max_size=40), max_size=4))
+def test_a_known_header_with_any_content_is_read_or_refused(
+    header: Header, items: list[object], rest: list[bytes]
+) -> None:
+    with contextlib.suppress(MalformedMessageError):
+        decode([pack([int(header), *items]), *rest])
+
+
+@given(st.sampled_from(sorted(VECTORS)), st.data())
+def test_truncated_and_mutated_messages_are_read_or_refused(name: str, data: st.DataObject) -> None:
+    frames = VECTORS[name].to_frames()
+    at = data.draw(st.integers(0, len(frames) - 1))
+    frame = bytearray(frames[at])
+    if frame:
+        frame[data.draw(st.integers(0, len(frame) - 1))] = data.draw(st.integers(0, 255))
+        frame = frame[: data.draw(st.integers(0, len(frame)))]
+    with contextlib.suppress(MalformedMessageError):
+        decode([*frames[:at], bytes(frame), *frames[at + 1 :]])

@@ -1,0 +1,48 @@
+"""Sampling parameters are checked where they enter."""
+
+import pytest
+
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", "hot"),
+        ("top_k", -1),
+        ("top_k", 2.5),
+        ("top_p", 1.01),
+        ("num_tokens_to_generate", 0),
+        ("seed", 2**64),
+        ("seed", -1),
+        ("stop_words", "stop"),
+        ("stop_words", [1]),
+        ("stop_token_ids", ["a"]),
+        ("streaming_interval", 0),
+        ("termination_id", -2),
+    ],
+)
+def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=field) as raised:
+        SamplingParams(**{field: value})
+    assert raised.value.field == field
+
+
+def test_two_length_limits_at_once_are_refused() -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="not both"):
+        SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)
+
+
+def test_filters_compose() -> None:
+    assert SamplingParams(top_k=5, top_p=1.0, temperature=0.5).top_k == 5
+
+
+def test_unknown_attributes_survive_a_round_trip() -> None:
+    params = SamplingParams(top_k=3, stop_words=[])
+    params.add_attributes({"beam": 4})
+    again = SamplingParams.deserialize(params.serialize())
+    assert again.beam == 4  # type: ignore[attr-defined]
+    assert again.top_k == 3
+    assert again.stop_words == []
