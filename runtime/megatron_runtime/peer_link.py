@@ -58,6 +58,7 @@ class PeerLink:
     hello:      builds the HELLO of this moment for an incarnation.
     on_ack:     called with each HELLO_ACK, and whether the coordinator may have forgotten what was sent before.
     on_message: called with every other message, ERROR and HEARTBEAT included.
+    heartbeat:  builds the HEARTBEAT of this moment; by default it says nothing but that the peer lives.
     """
 
     def __init__(
@@ -68,6 +69,7 @@ class PeerLink:
         hello: Callable[[int], Hello],
         on_ack: Callable[[HelloAck, bool], None],
         on_message: Callable[[Message], None],
+        heartbeat: Callable[[int], Heartbeat] = lambda incarnation: Heartbeat(incarnation=incarnation),
     ) -> None:
         self.address = address
         self.registered = False
@@ -78,6 +80,7 @@ class PeerLink:
         self._hello = hello
         self._on_ack = on_ack
         self._on_message = on_message
+        self._heartbeat = heartbeat
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: EventSocket | None = None
         self._incarnation = 0
@@ -154,13 +157,14 @@ class PeerLink:
         self._socket = EventSocket(socket, self._receive)
         self._socket.start(self._loop)
         self._heard = self._now()
-        self._say_hello()
+        self.say_hello()
 
     def _now(self) -> float:
         assert self._loop is not None, "start() first"
         return self._loop.time()
 
-    def _say_hello(self) -> None:
+    def say_hello(self) -> None:
+        """Register, or renew the registration after a change of what HELLO says."""
         if self._socket is not None:
             self._socket.send(self._hello(self._incarnation).to_frames())
 
@@ -175,9 +179,9 @@ class PeerLink:
                 self._socket.close()
             self._open()
         elif self.registered:
-            self.send(Heartbeat(incarnation=self._incarnation).to_frames())
+            self.send(self._heartbeat(self._incarnation).to_frames())
         else:
-            self._say_hello()
+            self.say_hello()
 
     def _lose(self) -> None:
         self._lost = True
@@ -197,12 +201,12 @@ class PeerLink:
             case Error(code=ErrorCode.UNKNOWN_PEER):
                 if self.registered:
                     self._lose()
-                    self._say_hello()
+                    self.say_hello()
             case Error(code=ErrorCode.VERSION | ErrorCode.WRONG_ROLE) if not self.registered:
                 self._refused(message)
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
                 self._lose()
-                self._say_hello()
+                self.say_hello()
             case _:
                 self._on_message(message)
 
