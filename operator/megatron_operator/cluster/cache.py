@@ -20,7 +20,7 @@ WATCH_LAG_SECONDS = 3.0
 """A write that the watch has not shown for so long is looked up again."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Index:
     """What the watch has seen: live views that kopf keeps."""
 

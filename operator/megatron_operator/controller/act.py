@@ -12,9 +12,11 @@ from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import new_resource_keys
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
+from megatron_operator.cluster.projection import SeenResource
 from megatron_operator.cluster.writer import NotOwnedError, Writer
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import (
@@ -27,7 +29,6 @@ from megatron_operator.plan.world import (
     EmitEvent,
     RaiseFence,
     Refusal,
-    ResourceView,
     Signal,
 )
 from megatron_operator.render.context import RenderContext
@@ -64,7 +65,7 @@ class Actor:
         self._count_signal = count_signal
         self.refusals: dict[ChildRef, Refusal] = {}
 
-    async def act(self, actions: Sequence[Action], resource: ResourceView) -> bool:
+    async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
         """Carry them out in order. True when something changed that the next pass should look at right away.
 
         Raises:
@@ -100,7 +101,7 @@ class Actor:
                     )
         return changed
 
-    async def _apply(self, action: ApplyChild, resource: ResourceView) -> bool:
+    async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
         known = self._cache.child(action.ref)
         try:
             seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
@@ -117,11 +118,11 @@ class Actor:
         self.refusals.pop(action.ref, None)
         return True
 
-    async def _create_keys(self, action: CreateKeys, resource: ResourceView) -> bool:
+    async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
         if self._admin is None:
             raise ValueError(f"Secret {action.name}: keys were asked for, but this operator runs without security")
         ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-        ctx = RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self._settings)
+        ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self._settings)
         try:
             created = await self._writer.create(keys_secret(ctx, new_resource_keys(self._admin)))
         except ApiError as error:
@@ -139,7 +140,7 @@ class Actor:
         self.refusals[ref] = Refusal(hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC))
         return False
 
-    async def _delete_child(self, action: DeleteChild, resource: ResourceView) -> None:
+    async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:
         logger.info("deleting", extra={"child": str(action.ref), "why": action.reason})
         try:
             await self._writer.delete_child(action.ref, namespace=resource.namespace, uid=action.uid)
@@ -151,7 +152,7 @@ class Actor:
         else:
             self._cache.deleted(action.uid)
 
-    async def _delete_pods(self, action: DeletePods, resource: ResourceView) -> None:
+    async def _delete_pods(self, action: DeletePods, resource: SeenResource) -> None:
         logger.info("deleting pods", extra={"engine": action.engine, "why": action.reason})
         for name, uid in action.pods:
             try:
@@ -163,7 +164,7 @@ class Actor:
             else:
                 self._cache.deleted(uid)
 
-    def _signal(self, action: Signal, resource: ResourceView) -> None:
+    def _signal(self, action: Signal, resource: SeenResource) -> None:
         self._elector.check()
         if self._link.awaits(action.operation_id):
             return

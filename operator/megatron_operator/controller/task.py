@@ -12,7 +12,10 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any
+
+from pydantic import ValidationError
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import Key, ResourceCache
@@ -23,6 +26,7 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
+from megatron_operator.plan.decide import refuse_spec
 from megatron_operator.plan.world import Decision, World
 
 logger = logging.getLogger(__name__)
@@ -99,15 +103,24 @@ class ResourceTask:
         resource = await parts.observer.resource()
         if resource is None:
             return None
-        world = await parts.observer.world(resource, fence=parts.elector.term, refusals=parts.actor.refusals)
-        decision = parts.decide(world)
+        decision = await self._decide(resource)
         self._log_decision(decision)
         if not await self._persist(resource, decision.status):
             return self._again()
-        if await parts.actor.act(decision.actions, world.resource):
+        if await parts.actor.act(decision.actions, resource):
             return self._again()
         self._eager = 0
         return min(parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
+
+    async def _decide(self, resource: SeenResource) -> Decision:
+        parts = self._parts
+        try:
+            world = await parts.observer.world(resource, fence=parts.elector.term, refusals=parts.actor.refusals)
+        except ValidationError as error:
+            return refuse_spec(
+                status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
+            )
+        return parts.decide(world)
 
     async def _persist(self, resource: SeenResource, status: dict[str, Any]) -> bool:
         """Write the status if it differs. False: it was not what the decision was made from; decide again."""
@@ -163,6 +176,13 @@ class ResourceTask:
             logger.warning("pass failed", extra=fields)
         else:
             logger.exception("pass failed", extra=fields)
+
+
+def _first(error: ValidationError) -> str:
+    """The first complaint about a spec, with its path."""
+    entry = error.errors()[0]
+    path = ".".join(str(part) for part in ("spec", *entry["loc"]))
+    return f"{path}: {entry['msg']}"
 
 
 def _canonical(status: object) -> str:

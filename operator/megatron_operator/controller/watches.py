@@ -49,7 +49,7 @@ def build_registry(
 
     @kopf.on.startup(registry=registry)
     async def start(**indexes: Any) -> None:
-        started(Index(indexes["resources"], indexes["children"], indexes["pods"]))
+        started(Index(resources=indexes["resources"], children=indexes["children"], pods=indexes["pods"]))
 
     _watch_resources(registry, wake_resource)
     _watch_children(registry, wake_instance)

@@ -26,7 +26,9 @@ from megatron_runtime.wire.messages import (
     Control,
     ControlAck,
     ControlMessage,
+    Disconnect,
     Error,
+    Heartbeat,
     Hello,
     HelloAck,
     MalformedMessageError,
@@ -42,6 +44,7 @@ PEER_NAME = "megatron-operator"
 """All operators bear one name: a new leader's HELLO replaces the old one's registration."""
 DEFAULT_SIGNAL_SECONDS = 60.0
 REMEMBERED_REFUSALS = 16
+GOODBYE_LINGER_MS = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +99,8 @@ class CoordinatorLink:
         self._in_flight: dict[str, _InFlight] = {}
         self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
         self._error = "no address yet"
+        self._incarnation = 0
+        self._coordinator = 0
 
     def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
         """Connect there; does nothing when that is where it points already. None disconnects."""
@@ -114,7 +119,9 @@ class CoordinatorLink:
         if task is not None:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
-        self._close_socket("closed")
+        if self._registered.is_set():
+            self._send(Disconnect(reason="closed"))
+        self._close_socket("closed", linger_ms=GOODBYE_LINGER_MS)
 
     @property
     def snapshot(self) -> CoordinatorSnapshot:
@@ -182,9 +189,9 @@ class CoordinatorLink:
         self._socket = EventSocket(socket, self._receive)
         self._socket.start()
 
-    def _close_socket(self, error: str) -> None:
+    def _close_socket(self, error: str, *, linger_ms: int = 0) -> None:
         if self._socket is not None:
-            self._socket.close()
+            self._socket.close(linger_ms=linger_ms)
             self._socket = None
         self._forget_registration(error)
 
@@ -213,8 +220,7 @@ class CoordinatorLink:
                 retry = self._timings.hello_retry
                 await self._poll_once()
                 continue
-            if self._socket is not None:
-                self._send(Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=self._incarnation))
+            self._say_hello()
             try:
                 async with asyncio.timeout(retry):
                     await self._registered.wait()
@@ -268,21 +274,32 @@ class CoordinatorLink:
             return
         match message:
             case HelloAck():
-                self._on_hello_ack()
+                self._on_hello_ack(message)
+            case Heartbeat(incarnation=incarnation):
+                if self._registered.is_set() and incarnation != self._coordinator:
+                    self._register_again()
             case StatusReply():
                 self._on_status(message)
             case ControlAck():
                 self._on_ack(message)
             case Error(code=ErrorCode.UNKNOWN_PEER):
-                self._forget_registration("the coordinator was started anew")
-                self._send(Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=self._incarnation))
+                if self._registered.is_set():
+                    self._register_again()
             case Error():
                 logger.warning(
                     "coordinator refused a message",
                     extra={"address": self._address, "code": message.code.name, "error": message.message},
                 )
 
-    def _on_hello_ack(self) -> None:
+    def _register_again(self) -> None:
+        self._forget_registration("the coordinator was started anew")
+        self._say_hello()
+
+    def _say_hello(self) -> None:
+        self._send(Hello(role=Role.ADMIN, name=PEER_NAME, incarnation=self._incarnation))
+
+    def _on_hello_ack(self, ack: HelloAck) -> None:
+        self._coordinator = ack.incarnation
         if not self._registered.is_set():
             self._asked = self._answers = 0
             self._registered.set()
