@@ -13,6 +13,7 @@ import uvicorn
 
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.text_generation_server.app import create_app
+from megatron_runtime.text_generation_server.listener import listen
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
@@ -37,19 +38,6 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
-
-
-def listen(*, host: str, port: int) -> socket.socket:
-    """Return a bound socket, so that a taken port is told before anything slow is done."""
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        listener.close()
-        message = f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
-        raise OSError(error.errno, message) from error
-    return listener
 
 
 class HttpServer(uvicorn.Server):

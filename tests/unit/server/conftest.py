@@ -17,7 +17,8 @@ import openai
 import pytest
 
 from megatron_runtime.text_generation_server.app import create_app
-from megatron_runtime.text_generation_server.run import HttpServer, drain, http_server, listen
+from megatron_runtime.text_generation_server.listener import listen
+from megatron_runtime.text_generation_server.run import HttpServer, drain, http_server
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer

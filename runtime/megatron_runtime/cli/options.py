@@ -1,0 +1,120 @@
+"""Option types and error handling that the subcommands share."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import click
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+_UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+_QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
+
+
+class Memory(click.ParamType[int]):
+    """A Kubernetes quantity of bytes: `2Gi`, `512Mi`, `1.5G`, `1073741824`."""
+
+    name = "size"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        if isinstance(value, int):
+            return value
+        match = _QUANTITY.fullmatch(value)
+        size = int(float(match[1]) * _UNITS[match[2]]) if match else 0
+        if size < 1:
+            self.fail(f"{value!r} is not a size: use bytes or a number with Ki, Mi, Gi or Ti, such as 2Gi.", param, ctx)
+        return size
+
+
+class Address(click.ParamType[str]):
+    """Where a coordinator listens: `host:port`, with or without `tcp://`."""
+
+    name = "host:port"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        bare = str(value).removeprefix("tcp://")
+        host, _, port = bare.rpartition(":")
+        if not host or not port.isdecimal() or not 0 < int(port) < 65536:
+            self.fail(f"{value!r} is not an address: use host:port, such as demo-coordinator:5555.", param, ctx)
+        return f"tcp://{bare}"
+
+
+class OptionalPort(click.ParamType["int | None"]):
+    """A TCP port; 0 picks a free one, `off` leaves it out."""
+
+    name = "port|off"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | None:
+        if value == "off":
+            return None
+        if isinstance(value, int):
+            return value
+        if not value.isdecimal() or int(value) > 65535:
+            self.fail(f"{value!r} is not a port: use 0 to 65535 (0 picks a free one) or off.", param, ctx)
+        return int(value)
+
+
+class ApiKeysFile(click.ParamType["tuple[str, ...]"]):
+    """A file of API keys, one a line; empty lines and lines that begin with # do not count."""
+
+    name = "file"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
+        if isinstance(value, tuple):
+            return value
+        try:
+            lines = Path(value).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            self.fail(f"{value!r} cannot be read ({error}): name a text file with one key a line.", param, ctx)
+        keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+        if not keys:
+            # An empty file must not open the server to everybody.
+            self.fail(f"{value!r} holds no key: write one key a line, or leave the option out.", param, ctx)
+        return keys
+
+
+PORT = click.IntRange(0, 65535)
+DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+def log_level(command: _F) -> _F:
+    """Add `--log-level` and set logging up."""
+
+    def configure(ctx: click.Context, param: click.Parameter, value: str) -> None:
+        logging.basicConfig(
+            level=value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
+        )
+
+    option = click.option(
+        "--log-level",
+        type=click.Choice(["debug", "info", "warning", "error"]),
+        default="info",
+        show_default=True,
+        envvar="MEGATRON_LOG_LEVEL",
+        expose_value=False,
+        callback=configure,
+        help="Least level that is logged.",
+    )
+    return option(command)
+
+
+def readable_errors(command: _F) -> _F:
+    """Show what is wrong with an address, a model or a key file as one line; MEGATRON_DEBUG=1 keeps the traceback."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return command(*args, **kwargs)
+        except (OSError, ValueError) as error:
+            if os.environ.get("MEGATRON_DEBUG"):
+                raise
+            raise click.ClickException(str(error)) from error
+
+    return wrapped  # type: ignore[return-value]

@@ -1,0 +1,44 @@
+"""`megatron server`."""
+
+from __future__ import annotations
+
+import socket
+from pathlib import Path
+from typing import Any
+
+import click
+
+from megatron_runtime.cli.options import DIRECTORY, PORT, Address, ApiKeysFile, Memory, log_level, readable_errors
+
+
+@click.command()
+@click.option("--coordinator", type=Address(), required=True, help="The coordinator's client port.")
+@click.option("--model", default="builtin:smollm2-135m", show_default=True, help="Where the tokenizer is read from.")
+@click.option("--model-name", help="The name in /v1/models; by default the model reference.")
+@click.option("--host", default="0.0.0.0", show_default=True)
+@click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
+@click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
+@click.option(
+    "--api-keys-file", "api_keys", type=ApiKeysFile(), default=(), help="One key a line; absent: open to all."
+)
+@click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
+@click.option("--max-body-size", "max_body_bytes", type=Memory(), default="4Mi", show_default=True)
+@click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
+@click.option(
+    "--linger-seconds",
+    type=click.FloatRange(min=0),
+    default=2,
+    show_default=True,
+    help="After SIGTERM, shortest time that new connections are served.",
+)
+@click.option("--vllm-metrics/--no-vllm-metrics", default=True, show_default=True, help="Aliases under vllm: names.")
+@click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
+@log_level
+@readable_errors
+def command(*, keys_dir: Path | None, listen_fd: int | None, **options: Any) -> None:
+    """Run the OpenAI server until SIGTERM."""
+    from megatron_runtime.text_generation_server.run import run
+    from megatron_runtime.text_generation_server.settings import ServerSettings
+
+    listener = None if listen_fd is None else socket.socket(fileno=listen_fd)
+    run(ServerSettings(keys_dir=keys_dir, **options), listener=listener)

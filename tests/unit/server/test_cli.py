@@ -1,0 +1,176 @@
+"""The `megatron` command: help without weight, options that explain themselves, terminal clients, supervision."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from megatron_runtime.cli import main
+from megatron_runtime.cli.options import Memory
+from megatron_runtime.cli.process import PARENT_VARIABLE
+from megatron_runtime.cli.supervisor import Child, ChildFailedError, Supervisor
+
+MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
+
+
+async def run(*arguments: str, stdin: str = "") -> tuple[int, str, str]:
+    process = await asyncio.create_subprocess_exec(
+        *MEGATRON,
+        *arguments,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate(stdin.encode())
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_help_lists_every_command_and_imports_none() -> None:
+    code, out, _ = await run("--help")
+    assert code == 0
+    for name in ("serve", "chat", "generate", "coordinator", "engine", "server"):
+        assert f"\n  {name} " in out
+        assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
+    program = (
+        "import sys, megatron_runtime.cli;"
+        "heavy = {'torch', 'zmq', 'fastapi', 'tokenizers', 'httpx', 'numpy'} & set(sys.modules); sys.exit(bool(heavy))"
+    )
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    assert await process.wait() == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["engine", "--name", "e"], ["--coordinator"]),
+        (["engine", "--name", "e", "--coordinator", "nowhere"], ["--coordinator", "'nowhere'", "host:port"]),
+        (["engine", "--name", "e", "--coordinator", "h:1", "--kv-cache-memory", "2Gb"], ["--kv-cache-memory", "2Gi"]),
+        (["engine", "--name", "e", "--coordinator", "h:1", "--executor", "gpu"], ["--executor", "'gpu'", "'echo'"]),
+        (["engine", "--name", "e", "--coordinator", "h:1", "--health-port", "x"], ["--health-port", "'x'", "off"]),
+        (["coordinator", "--routing-policy", "Random"], ["--routing-policy", "'Random'", "LoadBalanced"]),
+        (["coordinator", "--alpha", "2"], ["--alpha", "2.0"]),
+        (["coordinator", "--keys-dir", "/no/such"], ["--keys-dir", "/no/such"]),
+        (["server", "--coordinator", "h:99999"], ["--coordinator", "99999"]),
+        (["server", "--coordinator", "h:1", "--api-keys-file", "/no/such"], ["--api-keys-file", "/no/such"]),
+        (["serve", "--engines", "0"], ["--engines", "0"]),
+        (["serve", "--port", "70000"], ["--port", "70000"]),
+        (["chat", "--url", "localhost"], ["--url", "'localhost'", "http://host:port"]),
+        (["sing"], ["No such command", "'sing'"]),
+    ],
+)
+def test_bad_option_names_itself_its_value_and_the_remedy(arguments: list[str], words: list[str]) -> None:
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 2
+    for word in words:
+        assert word in result.output
+
+
+def test_empty_keys_file_does_not_open_the_server(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# nobody yet\n\n")
+    result = CliRunner().invoke(main, ["server", "--coordinator", "h:1", "--api-keys-file", str(file)])
+    assert result.exit_code == 2
+    assert "holds no key" in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("2Gi", 2 << 30), ("512Mi", 512 << 20), ("1.5G", 1_500_000_000), ("1024", 1024)]
+)
+def test_memory_reads_kubernetes_quantities(text: str, size: int) -> None:
+    assert Memory().convert(text, None, None) == size
+
+
+async def test_server_without_a_model_fails_in_one_line() -> None:
+    code, _, err = await run("server", "--coordinator", "127.0.0.1:1", "--model", "/no/model", "--port", "0")
+    assert code == 1
+    assert err.startswith("Error: model '/no/model' does not exist")
+
+
+async def test_generate_prints_the_text_as_it_comes(running: Any, answer: str) -> None:
+    code, out, err = await run("generate", "Once", "--url", running.url)
+    assert (code, out, err) == (0, answer + "\n", "")
+    code, out, _ = await run("generate", "-", "--url", running.url, "--stop", "café", stdin="Twice")
+    assert out == answer.split("café")[0] + "\n"
+    code, _, err = await run("generate", "x", "--url", running.url, "--model", "other")
+    assert (code, err.strip()) == (
+        1,
+        "Error: The model 'other' does not exist: this server offers 'smollm2'. (HTTP 404)",
+    )
+
+
+async def test_chat_keeps_the_conversation(running: Any, tokenizer: Any, answer: str) -> None:
+    code, out, _ = await run("chat", "--url", running.url, "--temperature", "0", stdin="Hi\nAnd?\n/reset\nNew\n")
+    assert code == 0
+    assert out.count(answer) == 3
+    sent = [tokenizer.decode(prompt, skip_special=False) for prompt, _ in running.backend.requests]
+    assert answer in sent[1]
+    assert answer not in sent[2]
+
+
+async def test_terminal_clients_say_that_nobody_answers() -> None:
+    for command in (["generate", "x"], ["chat"]):
+        code, _, err = await run(*command, "--url", "http://127.0.0.1:1", stdin="x\n")
+        assert code == 1
+        assert "no server answers at http://127.0.0.1:1: start one with 'megatron serve'" in err
+
+
+async def test_api_key_is_sent(start: Any) -> None:
+    running = await start(api_keys=("secret",))
+    assert (await run("generate", "x", "--url", running.url))[0] == 1
+    assert (await run("generate", "x", "--url", running.url, "--api-key", "secret"))[0] == 0
+
+
+async def _supervised(*arguments: str) -> tuple[Supervisor, Child, list[str]]:
+    said: list[str] = []
+    supervisor = Supervisor(say=lambda name, line: said.append(line))
+    child = Child("server", arguments)
+    await supervisor.start(child)
+    return supervisor, child, said
+
+
+async def test_child_that_cannot_start_ends_the_whole_with_its_last_words() -> None:
+    supervisor, _, _ = await _supervised(
+        "server", "--coordinator", "127.0.0.1:1", "--model", "/no/model", "--port", "0"
+    )
+    with pytest.raises(ChildFailedError, match=r"server ended with status 1\n  Error: model '/no/model'"):
+        await supervisor.failed
+    await supervisor.stop(grace_seconds=5)
+
+
+async def test_child_that_dies_later_is_started_again_within_a_budget(running: Any) -> None:
+    supervisor, child, said = await _supervised("generate", "x", "--url", running.url)
+    running.backend.gate.clear()
+    supervisor.are_ready = True
+    for restart in range(4):
+        await running.backend.until(open_requests=1)
+        assert child.process is not None
+        child.process.kill()
+        await running.backend.until(open_requests=0, aborted=restart + 1)
+    with pytest.raises(ChildFailedError, match="server ended with signal SIGKILL"):
+        await supervisor.failed
+    assert said.count("server ended with signal SIGKILL; starting it again") == 3
+    await supervisor.stop(grace_seconds=5)
+
+
+async def test_children_die_with_their_parent(running: Any) -> None:
+    """The child is ended by the kernel although its parent had no chance to do so."""
+    running.backend.gate.clear()
+    program = (
+        "import os, subprocess, sys\n"
+        f"child = subprocess.Popen({[*MEGATRON, 'generate', 'x', '--url', running.url]!r},"
+        f" env={{**os.environ, {PARENT_VARIABLE!r}: str(os.getpid())}}, start_new_session=True)\n"
+        "child.wait()\n"
+    )
+    parent = await asyncio.create_subprocess_exec(sys.executable, "-c", program)
+    await running.backend.until(open_requests=1)
+    os.kill(parent.pid, signal.SIGKILL)
+    await parent.wait()
+    await running.backend.until(open_requests=0, aborted=1)
