@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
@@ -29,6 +30,10 @@ from megatron_runtime.tokenization import Tokenizer
 logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499
+_CONSOLE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; frame-ancestors 'none'"
+}
 
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
@@ -44,6 +49,7 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(ObserveMiddleware, service=service)
+    _add_console(app)
     _add_probes(app, service)
     _add_models(app, service)
     _add_generation(app, service, path="completions", handler=create_completion, body=CompletionRequest)
@@ -54,6 +60,15 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
     return app
+
+
+def _add_console(app: FastAPI) -> None:
+    page = resources.files(__package__).joinpath("console.html").read_bytes()
+
+    async def console() -> Response:
+        return Response(page, media_type="text/html", headers=_CONSOLE_HEADERS)
+
+    app.add_api_route("/", console, methods=["GET"], include_in_schema=False)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:
