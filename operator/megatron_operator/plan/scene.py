@@ -160,8 +160,11 @@ class Scene:
 
     @cached_property
     def all_draining(self) -> bool:
+        """All engines were told to drain, for something that is wanted no more; only UNPAUSE gives them work again."""
         found = self.operation
-        return found is not None and not found.open and found.signal is SignalKind.DRAIN and found.engine is None
+        if found is None or found.open or found.signal is not SignalKind.DRAIN or found.engine is not None:
+            return False
+        return found.goal is not self.desired or not self.old_model
 
     @cached_property
     def overdue_in(self) -> float | None:
@@ -217,6 +220,15 @@ class Scene:
     @cached_property
     def serving(self) -> tuple[EngineView, ...]:
         return tuple(engine for engine in self.engines if engine.serving)
+
+    @cached_property
+    def old_model(self) -> tuple[EngineView, ...]:
+        """Engines with pods that hold another model than the spec says."""
+        return tuple(
+            engine
+            for engine in self.engines
+            if engine.statefulset is not None and engine.scaled > 0 and engine.statefulset.model_hash != self.model_hash
+        )
 
     @cached_property
     def engines_empty(self) -> bool:
@@ -304,6 +316,15 @@ class Scene:
     def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
         """The StatefulSet of an engine. One that shall have no pods never fails for its podTemplate."""
         count = self.ctx.spec.pods_per_engine if pods is None else pods
+        if (index, count) not in self._engine_manifests:
+            self._engine_manifests[index, count] = self._render_engine(index, count)
+        return self._engine_manifests[index, count]
+
+    @cached_property
+    def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
+        return {}
+
+    def _render_engine(self, index: int, count: int) -> Manifest | None:
         try:
             manifest = engine_statefulset(self.ctx, index, pods=count)
         except InvalidPodTemplate:
@@ -324,6 +345,8 @@ class Scene:
         """Why a podTemplate cannot be merged, if so."""
         if self.shared[1] is not None:
             return self.shared[1]
+        if not self.wanted or self.engine_manifest(0) is not None:
+            return None
         try:
             engine_statefulset(self.ctx, 0, pods=0)
         except InvalidPodTemplate as error:

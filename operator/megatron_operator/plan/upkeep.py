@@ -40,21 +40,12 @@ def upkeep(scene: Scene) -> list[Action]:
     return actions + _leftover_config(scene)
 
 
-def old_model_engines(scene: Scene) -> tuple[EngineView, ...]:
-    """Engines with pods that hold another model than the spec says."""
-    return tuple(
-        engine
-        for engine in scene.engines
-        if engine.statefulset is not None and engine.scaled > 0 and engine.statefulset.model_hash != scene.model_hash
-    )
-
-
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
     """A server for another model waits until no engine holds the old one: the two are swapped together."""
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
     view = scene.world.children.get(child_ref(manifest))
-    return view is None or view.model_hash == scene.model_hash or not old_model_engines(scene)
+    return view is None or view.model_hash == scene.model_hash or not scene.old_model
 
 
 def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:

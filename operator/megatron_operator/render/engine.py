@@ -6,7 +6,6 @@ The pods of an engine are replaced together and only by the operator (OnDelete).
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 from megatron_operator.render.context import (
@@ -127,11 +126,11 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
     """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
-    template = copy.deepcopy(_template(ctx, index))
+    template = _template(ctx, index)
     revision = digest(template)
     template["metadata"]["labels"][LABEL_REVISION] = revision
-    container = next(entry for entry in template["spec"]["containers"] if entry["name"] == ENGINE)
-    container["args"] = [*container["args"], _REVISION_FLAG, revision]
+    # The overlay's own objects may be part of the template, so containers are copied rather than changed.
+    template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}
     name = ctx.engine_name(index)
     spec = {
         "replicas": pods,
@@ -146,6 +145,13 @@ def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest
     manifest["metadata"]["labels"] = {**manifest["metadata"]["labels"], LABEL_ENGINE: name}
     manifest["metadata"]["annotations"] = {ANNOTATION_MODEL: model_hash(ctx)}
     return seal(manifest)
+
+
+def _with_revision(containers: list[dict[str, Any]], revision: str) -> list[dict[str, Any]]:
+    return [
+        {**entry, "args": [*entry.get("args", []), _REVISION_FLAG, revision]} if entry["name"] == ENGINE else entry
+        for entry in containers
+    ]
 
 
 def engine_revision(manifest: Manifest) -> str:

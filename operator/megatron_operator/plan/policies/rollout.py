@@ -15,7 +15,7 @@ from megatron_operator.plan.policies.engines import delete_pods, drained, runnin
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import EngineView, Scene
-from megatron_operator.plan.upkeep import apply, old_model_engines
+from megatron_operator.plan.upkeep import apply
 from megatron_operator.plan.world import Action, EmitEvent
 from megatron_operator.render.server import server_deployment
 
@@ -40,7 +40,7 @@ def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
 def replace_model(scene: Scene) -> Verdict | None:
     """Source, dtype or length changed: all engines and servers are drained and swapped together, because tokens of one
     model are never continued by another."""
-    old = [engine for engine in old_model_engines(scene) if not engine.surplus and _appliable(scene, engine)]
+    old = [engine for engine in scene.old_model if not engine.surplus and _appliable(scene, engine)]
     if not old or scene.desired is not DesiredState.RUNNING:
         return None
     serving = [engine for engine in old if engine.serving]

@@ -1,0 +1,628 @@
+"""Decisions as a user sees them: verbs, scaling, rollouts and troubles, each played to its end on the small cluster."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from megatron_operator.model.states import CoordinatorState
+from megatron_operator.plan.decide import decide, refuse_spec
+from megatron_operator.plan.world import ApplyChild, ChildRef, Signal
+
+STATES = ("Running", "Paused", "Suspended", "Stopped")
+PATHS: dict[tuple[str, str], list[str]] = {
+    ("Running", "Paused"): ["PAUSE"],
+    ("Running", "Suspended"): ["PAUSE", "SUSPEND"],
+    ("Running", "Stopped"): ["DRAIN", "PAUSE", "STOP"],
+    ("Paused", "Running"): ["UNPAUSE"],
+    ("Paused", "Suspended"): ["SUSPEND"],
+    ("Paused", "Stopped"): ["STOP"],
+    ("Suspended", "Running"): ["RESUME", "UNPAUSE"],
+    ("Suspended", "Paused"): ["RESUME"],
+    ("Suspended", "Stopped"): ["STOP"],
+    ("Stopped", "Running"): [],
+    ("Stopped", "Paused"): ["PAUSE"],
+    ("Stopped", "Suspended"): ["PAUSE", "SUSPEND"],
+}
+
+
+def _play_until(cluster: Any, done: Callable[[], object], *, limit: int = 40) -> None:
+    for _ in range(limit):
+        if done():
+            return
+        cluster.step()
+        cluster.tick()
+    raise AssertionError("\n".join(cluster.log[-8:]))
+
+
+def test_a_new_resource_gets_all_children_in_its_first_pass(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.step()
+    assert {(ref.kind, ref.name) for ref in cluster.objects} >= {
+        ("Secret", "demo-keys"),
+        ("Deployment", "demo-coordinator"),
+        ("Deployment", "demo-server"),
+        ("StatefulSet", "demo-engine-0"),
+        ("StatefulSet", "demo-engine-1"),
+        ("Service", "demo"),
+    }
+    assert cluster.status["plan"]["waitingOn"] == "the coordinator's pod to become ready"
+
+
+def test_a_new_resource_becomes_ready(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    assert cluster.state == "Running"
+    assert cluster.status["ready"] == "2/2"
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Ready")["reason"] == "Serving"
+    assert "plan" not in cluster.status
+    assert cluster.signals() == []
+
+
+@pytest.mark.parametrize(("start", "goal"), sorted(PATHS))
+def test_every_verb_takes_its_path(make_cluster: Any, start: str, goal: str) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(desiredState=start)
+    cluster.settle()
+    cluster.coordinator.begun.clear()
+    cluster.patch(desiredState=goal)
+    cluster.settle()
+    assert cluster.state == goal
+    assert cluster.signals() == PATHS[start, goal]
+    assert cluster.condition("LifecycleSettled")["status"] == "True"
+    expected = ("True", "Serving") if goal == "Running" else ("False", goal)
+    assert (cluster.condition("Ready")["status"], cluster.condition("Ready")["reason"]) == expected
+    assert bool(cluster.engine_pods()) == (goal != "Stopped")
+    assert cluster.status["history"][-1]["to"] == goal
+
+
+@pytest.mark.parametrize(("first", "second", "third"), [t for t in itertools.product(STATES, repeat=3) if t[1] != t[2]])
+def test_a_change_of_mind_at_any_moment_ends_in_the_last_wish(
+    make_cluster: Any, first: str, second: str, third: str
+) -> None:
+    for moment in range(8):
+        cluster = make_cluster(replicas=1, desiredState=first)
+        cluster.settle()
+        cluster.patch(desiredState=second)
+        for _ in range(moment):
+            cluster.step()
+            cluster.tick()
+        cluster.patch(desiredState=third)
+        cluster.settle()
+        assert cluster.state == third, (moment, cluster.log[-5:])
+
+
+@pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
+def test_paused_is_claimed_only_when_every_engine_has_confirmed(make_cluster: Any, goal: str) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(desiredState=goal)
+    for _ in range(8):
+        cluster.step()
+        cluster.tick(finish=False)
+        assert cluster.state != goal
+        assert cluster.condition("LifecycleSettled")["status"] == "False"
+        assert cluster.status["plan"]["waitingOn"]
+
+
+def test_an_intent_is_persisted_before_its_signal_and_the_id_is_kept(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    first = cluster.step()
+    assert not any(isinstance(action, Signal) for action in first.actions)
+    assert first.requeue_after == 0.0
+    lifecycle = cluster.status["lifecycle"]
+    assert (lifecycle["phase"], lifecycle["signal"]) == ("Pending", "PAUSE")
+    second = cluster.step()
+    (signal,) = [action for action in second.actions if isinstance(action, Signal)]
+    assert signal.operation_id == lifecycle["operationId"]
+    assert cluster.status["lifecycle"]["phase"] == "Submitted"
+
+
+@pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
+def test_an_operator_that_dies_anywhere_completes_the_verb_once(make_cluster: Any, goal: str) -> None:
+    reference = make_cluster(replicas=2)
+    reference.settle()
+    reference.patch(desiredState=goal)
+    reference.settle()
+    for crash_at, survives in itertools.product(range(10), range(3)):
+        cluster = make_cluster(replicas=2)
+        cluster.settle()
+        cluster.patch(desiredState=goal)
+        for number in range(10):
+            cluster.step(crash_after=survives if number == crash_at else None)
+            cluster.tick()
+        cluster.settle()
+        assert cluster.state == goal
+        assert cluster.signals() == reference.signals()
+
+
+def test_a_lost_signal_is_sent_again_under_the_same_id(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    cluster.step()
+    cluster.step(crash_after=0)
+    persisted = cluster.status["lifecycle"]["operationId"]
+    cluster.settle()
+    assert [signal.operation_id for signal in cluster.coordinator.begun] == [persisted]
+
+
+def test_a_coordinator_that_cannot_be_asked_makes_the_phase_unknown(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    cluster.step()
+    cluster.step()
+    coordinator, cluster.coordinator = cluster.coordinator, None
+    cluster.step()
+    assert cluster.status["lifecycle"]["phase"] == "Unknown"
+    assert cluster.state == "Unknown"
+    cluster.coordinator = coordinator
+    cluster.settle()
+    assert cluster.state == "Paused"
+    assert len(cluster.signals()) == 1
+
+
+def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    cluster.step()
+    cluster.step()
+    cluster.coordinator.fail("rank 0 of demo-engine-0 said no")
+    decision = cluster.step()
+    assert cluster.status["lifecycle"]["phase"] == "Failed"
+    assert decision.reason == "SignalFailed"
+    assert decision.requeue_after == pytest.approx(5.0)
+    assert "rank 0 of demo-engine-0 said no" in cluster.condition("Degraded")["message"]
+    cluster.settle()
+    assert cluster.state == "Paused"
+    assert len({signal.operation_id for signal in cluster.coordinator.begun}) == 2
+
+
+def test_a_drain_past_its_deadline_does_not_hold_up_a_stop(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Stopped")
+    cluster.step()
+    cluster.step()
+    assert cluster.coordinator.begun[-1].deadline_seconds == 60
+    cluster.coordinator.fail("3 requests in flight at the deadline", code=504)
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN", "PAUSE", "STOP"]
+    assert cluster.state == "Stopped"
+
+
+def test_stop_does_not_depend_on_a_coordinator_for_ever(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Stopped")
+    cluster.coordinator = None
+    decision = cluster.step()
+    assert cluster.engine_pods() != []
+    decision = cluster.step()
+    cluster.now += timedelta(seconds=decision.requeue_after)
+    cluster.step()
+    cluster._reconcile_pods()
+    cluster.step()
+    assert cluster.engine_pods() == []
+    assert cluster.state == "Stopped"
+
+
+def test_a_stop_taken_back_before_its_pods_went_starts_the_next_stop_from_the_beginning(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    for goal in ("Stopped", "Running", "Stopped"):
+        cluster.patch(desiredState=goal)
+        cluster.settle()
+    assert cluster.signals() == ["DRAIN", "PAUSE", "STOP"] * 2
+
+
+def test_release_pods_keeps_pods_until_suspend_is_confirmed(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, lifecycle={"suspend": {"level": "ReleasePods"}})
+    cluster.settle()
+    cluster.patch(desiredState="Suspended")
+    for _ in range(20):
+        assert len(cluster.engine_pods()) == 2
+        cluster.step()
+        if cluster.signals()[-1:] == ["SUSPEND"]:
+            break
+        cluster.tick()
+    assert len(cluster.engine_pods()) == 2
+    cluster.settle()
+    assert cluster.engine_pods() == []
+    assert cluster.state == "Suspended"
+    assert cluster.status["replicas"] == 0
+    assert {ref.name for ref in cluster.objects if ref.kind == "Deployment"} == {"demo-coordinator", "demo-server"}
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.state == "Running"
+    assert len(cluster.engine_pods()) == 2
+
+
+def test_created_suspended_with_release_pods_never_starts_an_engine(make_cluster: Any) -> None:
+    cluster = make_cluster(desiredState="Suspended", lifecycle={"suspend": {"level": "ReleasePods"}})
+    for _ in range(10):
+        cluster.step()
+        cluster.tick()
+        assert cluster.engine_pods() == []
+    assert cluster.state == "Suspended"
+
+
+def test_offload_keeps_pods_until_it_escalates(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"suspend": {"escalateAfterSeconds": 100}})
+    cluster.settle()
+    cluster.patch(desiredState="Suspended")
+    decision = cluster.settle()
+    assert cluster.engine_pods() != []
+    assert 0 < decision.requeue_after <= 100
+    cluster.now += timedelta(seconds=decision.requeue_after)
+    cluster.settle()
+    assert cluster.engine_pods() == []
+    assert cluster.state == "Suspended"
+
+
+def test_no_replicas_behaves_as_release_pods(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    cluster.settle()
+    cluster.patch(replicas=0)
+    cluster.settle()
+    assert cluster.signals() == ["PAUSE", "SUSPEND"]
+    assert cluster.engine_pods() == []
+    assert (cluster.state, cluster.status["ready"]) == ("Suspended", "0/0")
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
+
+
+def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"suspend": {"wakeOnRequest": True}}, desiredState="Suspended")
+    cluster.settle()
+    assert cluster.state == "Suspended"
+    cluster.coordinator.queue = 1
+    cluster.settle()
+    assert cluster.state == "Running"
+    cluster.coordinator.queue = 0
+    cluster.settle()
+    assert cluster.state == "Running"
+    cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    assert cluster.state == "Suspended"
+
+
+def test_scaling_up_touches_no_engine_that_serves(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    cluster.settle()
+    uid = cluster.pods["demo-engine-0-0"]["metadata"]["uid"]
+    cluster.patch(replicas=3)
+    cluster.settle()
+    assert cluster.status["ready"] == "3/3"
+    assert cluster.pods["demo-engine-0-0"]["metadata"]["uid"] == uid
+    assert cluster.signals() == []
+
+
+def test_scaling_down_drains_the_highest_index_first(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    cluster.patch(replicas=1)
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN demo-engine-2", "DRAIN demo-engine-1"]
+    assert cluster.engine_pods() == ["demo-engine-0-0"]
+    assert {ref.name for ref in cluster.objects if ref.kind == "StatefulSet"} == {"demo-engine-0"}
+    assert {ref.name for ref in cluster.objects if ref.kind == "Service"} == {
+        "demo",
+        "demo-coordinator",
+        "demo-engine-0",
+    }
+    assert cluster.state == "Running"
+
+
+def test_scaling_down_waits_while_paused(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(desiredState="Paused", replicas=1)
+    cluster.settle()
+    assert len(cluster.engine_pods()) == 2
+    assert "demo-engine-1" in cluster.condition("Ready")["message"]
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert len(cluster.engine_pods()) == 1
+
+
+def test_a_drain_that_was_taken_back_gets_its_engine_to_work_again(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(replicas=1)
+    cluster.step()
+    cluster.step()
+    assert cluster.coordinator.engines["demo-engine-1"].draining
+    cluster.patch(replicas=2)
+    cluster.settle()
+    assert not any(engine.draining for engine in cluster.coordinator.engines.values())
+    assert cluster.status["ready"] == "2/2"
+
+
+def test_a_new_template_replaces_one_engine_at_a_time(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    old = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    for _ in range(40):
+        cluster.step()
+        assert len(cluster.coordinator.engines) >= 2
+        cluster.tick()
+    cluster.settle()
+    assert cluster.signals() == [f"DRAIN demo-engine-{index}" for index in (2, 1, 0)]
+    assert all(cluster.pods[name]["metadata"]["uid"] != old[name] for name in cluster.engine_pods())
+    assert cluster.status["updatedReplicas"] == 3
+    assert {engine["revision"] for engine in cluster.status["engines"]} == {cluster.status["revision"]}
+
+
+def test_a_revert_in_mid_rollout_leaves_what_was_not_touched(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    untouched = cluster.pods["demo-engine-0-0"]["metadata"]["uid"]
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: "demo-engine-2-0" in cluster.deleted_pods)
+    cluster.patch(engine={"batching": {}})
+    cluster.settle()
+    assert cluster.pods["demo-engine-0-0"]["metadata"]["uid"] == untouched
+    assert cluster.status["updatedReplicas"] == 3
+
+
+def test_a_bad_revision_stops_at_the_first_engine(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.broken_engines.add("demo-engine-2")
+    decision = cluster.settle()
+    assert set(cluster.deleted_pods) == {"demo-engine-2-0"}
+    assert sorted(cluster.coordinator.engines) == ["demo-engine-0", "demo-engine-1"]
+    assert decision.policy == "rollout"
+    assert cluster.condition("Degraded")["reason"] == "CrashLooping"
+    cluster.broken_engines.clear()
+    cluster.patch(engine={"batching": {}})
+    cluster.settle()
+    assert cluster.status["ready"] == "3/3"
+
+
+def test_a_rollout_waits_while_paused_except_for_engines_that_do_not_serve(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, desiredState="Paused")
+    cluster.broken_engines.add("demo-engine-1")
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.broken_engines.clear()
+    cluster.settle()
+    assert cluster.state == "Paused"
+    assert cluster.deleted_pods == ["demo-engine-1-0"]
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0"]
+
+
+def test_a_new_model_is_never_served_beside_the_old_one(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    server = ChildRef("Deployment", "demo-server", "apps/v1")
+    before = cluster.objects[server]["spec"]["template"]
+    cluster.patch(model={"source": {"builtin": "other"}})
+    cluster.step()
+    assert cluster.objects[server]["spec"]["template"] == before
+    _play_until(cluster, lambda: cluster.deleted_pods)
+    assert cluster.objects[server]["spec"]["template"] != before
+    assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0"]
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN"]
+    assert cluster.state == "Running"
+
+
+def test_a_new_default_image_rolls(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.settings = replace(cluster.settings, runtime_image="runtime:2")
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN demo-engine-1", "DRAIN demo-engine-0"]
+
+
+def test_an_interrupted_swap_deletes_the_old_pods_later(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: any(isinstance(action, ApplyChild) for action in decide(cluster.world()).actions))
+    cluster.step(crash_after=1)
+    assert cluster.deleted_pods == []
+    cluster.settle()
+    assert cluster.deleted_pods == ["demo-engine-0-0"]
+    assert cluster.status["updatedReplicas"] == 1
+
+
+def test_a_settled_resource_writes_nothing(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    writes = cluster.status_writes
+    for _ in range(20):
+        cluster.coordinator.queue += 1
+        decision = cluster.step()
+        assert decision.actions == ()
+        cluster.tick()
+    assert cluster.status_writes == writes
+
+
+def test_a_child_that_changed_or_was_never_checked_is_applied_again(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    service = ChildRef("Service", "demo")
+    cluster.unverified.add(service)
+    decision = cluster.step()
+    assert [action.ref for action in decision.actions if isinstance(action, ApplyChild)] == [service]
+    del cluster.objects[service]
+    cluster.step()
+    assert service in cluster.objects
+
+
+def test_a_refused_template_is_said_and_does_not_block_verbs(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.refuse.add(ChildRef("Deployment", "demo-server", "apps/v1"))
+    cluster.patch(server={"podTemplate": {"spec": {"priority": "x"}}})
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
+    assert "spec.template is wrong" in cluster.condition("Degraded")["message"]
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.state == "Paused"
+    cluster.refuse.clear()
+    cluster.patch(server={}, desiredState="Running")
+    cluster.spec["server"] = {}
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
+    cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
+    cluster.settle()
+    assert cluster.condition("Ready")["reason"] == "InvalidPodTemplate"
+    assert "spec.engine.podTemplate.spec.containers[0]" in cluster.condition("Ready")["message"]
+
+
+def test_an_engine_whose_template_became_invalid_can_still_be_stopped(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(engine={"podTemplate": {"spec": {"containers": "x"}}})
+    cluster.settle()
+    assert cluster.state == "Running"
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    assert cluster.state == "Stopped"
+
+
+def test_somebody_elses_object_is_never_touched(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    ref = ChildRef("Service", "demo")
+    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "demo", "uid": "theirs"}}
+    cluster.objects[ref] = foreign
+    decision = cluster.step()
+    assert cluster.objects[ref] is foreign
+    assert decision.reason == "ChildNotOwned"
+    assert "Service demo" in decision.message
+
+
+def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    ready = cluster.condition("Ready")
+    assert ready["reason"] == "CrashLooping"
+    assert "exit code 3" in ready["message"]
+    assert "no such weights" in ready["message"]
+    for restarts in range(4, 12):
+        for pod in cluster.pods.values():
+            if "containerStatuses" in pod["status"]:
+                pod["status"]["containerStatuses"][0]["restartCount"] = restarts
+        cluster.step()
+        cluster.tick()
+    cluster.settle()
+    assert cluster.state == "Failed"
+    assert cluster.engine_pods() == []
+    assert "no such weights" in cluster.status["engines"][0]["diagnosis"]
+    cluster.broken_engines.clear()
+    cluster.patch(engine={"batching": {"maxRequests": 3}})
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
+def test_restarts_spread_over_windows_do_not_exhaust_the_budget(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 3, "windowSeconds": 60}})
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    for restarts in range(4, 12):
+        for pod in cluster.pods.values():
+            if "containerStatuses" in pod["status"]:
+                pod["status"]["containerStatuses"][0]["restartCount"] = restarts
+        cluster.now += timedelta(seconds=61)
+        cluster.step()
+    assert cluster.state != "Failed"
+
+
+def test_a_later_leader_makes_the_fence_jump_before_any_signal(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator.fence = 9
+    cluster.patch(desiredState="Paused")
+    decision = cluster.step()
+    assert decision.reason == "StaleFence"
+    cluster.settle()
+    assert cluster.fence == 10
+    assert cluster.coordinator.begun[-1].fence == 10
+
+
+def test_a_recovering_coordinator_is_waited_for(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator.state = CoordinatorState.RECOVERING
+    cluster.patch(desiredState="Paused")
+    decision = cluster.step()
+    assert decision.reason == "CoordinatorRecovering"
+    cluster.coordinator.state = CoordinatorState.RUNNING
+    cluster.settle()
+    assert cluster.state == "Paused"
+
+
+def test_a_deleted_resource_is_left_alone(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    world = cluster.world()
+    decision = decide(replace(world, resource=replace(world.resource, deleting=True)))
+    assert decision.actions == ()
+    assert decision.status == cluster.status
+
+
+def test_each_transition_is_an_event(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    states = [event.reason for event in cluster.events if " -> " in event.message]
+    assert states == ["Pending", "Running", "Pausing", "Paused"]
+
+
+def test_a_condition_keeps_its_time_while_its_status_stays(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    before = cluster.condition("CoordinatorReady")["lastTransitionTime"]
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.condition("CoordinatorReady")["lastTransitionTime"] == before
+    assert cluster.condition("Ready")["lastTransitionTime"] > before
+
+
+def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    for goal in ("Paused", "Running") * 10:
+        cluster.patch(desiredState=goal)
+        cluster.settle()
+    history = cluster.status["history"]
+    assert len(history) == 16
+    assert (history[-1]["from"], history[-1]["to"]) == ("Paused", "Running")
+    assert history[-1]["operationId"] == cluster.status["lifecycle"]["operationId"]
+    assert history[-1]["seconds"] > 0
+
+
+def test_a_spec_of_a_later_version_is_refused_in_the_status(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    decision = refuse_spec(status=cluster.status, generation=2, error="spec.next: unknown", now=cluster.now)
+    ready = next(entry for entry in decision.status["conditions"] if entry["type"] == "Ready")
+    assert (ready["status"], ready["reason"], ready["message"]) == ("False", "InvalidSpec", "spec.next: unknown")
+    again = refuse_spec(status=decision.status, generation=2, error="spec.next: unknown", now=cluster.now)
+    assert again.status == decision.status
