@@ -1,0 +1,1 @@
+"""The engine: scheduler, executors, and the process around them."""

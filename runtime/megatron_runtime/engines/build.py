@@ -1,0 +1,73 @@
+"""From settings to an engine that is ready to load: the only place that knows which executors there are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.echo_executor import EchoExecutor
+from megatron_runtime.engines.executor import Executor
+from megatron_runtime.engines.output_stage import Detokenizer
+from megatron_runtime.engines.settings import EngineSettings
+
+ECHO_PAGE_SIZE = 16
+ECHO_TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedEngine:
+    """An engine, and how to read its tokens as text (None: it has no vocabulary)."""
+
+    engine: DynamicInferenceEngine
+    detokenizer: Callable[[], Detokenizer | None]
+
+
+def build_engine(settings: EngineSettings) -> LoadedEngine:
+    """An engine whose weights are not loaded yet.
+
+    Raises:
+        ValueError: a setting or the model is not usable; the message names it and the remedy.
+    """
+    config = InferenceConfig(
+        max_requests=settings.max_requests,
+        max_tokens=max(settings.max_tokens, settings.max_requests),
+        max_sequence_length=settings.max_sequence_length,
+    )
+    if settings.executor == "echo":
+        return LoadedEngine(DynamicInferenceEngine(_echo(settings), config), lambda: None)
+    return LoadedEngine(DynamicInferenceEngine(_torch(settings), config), _detokenizer_of(settings.model))
+
+
+def _echo(settings: EngineSettings) -> Executor:
+    return EchoExecutor(
+        max_sequence_length=settings.max_sequence_length or 4096,
+        page_size=ECHO_PAGE_SIZE,
+        num_pages=1 + max(1, settings.kv_cache_memory // (ECHO_PAGE_SIZE * ECHO_TOKEN_BYTES)),
+        step_seconds=settings.echo_step_seconds,
+    )
+
+
+def _torch(settings: EngineSettings) -> Executor:
+    from megatron_runtime.engines.torch_executor import TorchExecutor
+    from megatron_runtime.loading.source import resolve
+
+    return TorchExecutor(
+        resolve(settings.model),
+        dtype=settings.dtype,
+        kv_cache_memory=settings.kv_cache_memory,
+        max_sequence_length=settings.max_sequence_length,
+        threads=settings.threads,
+    )
+
+
+def _detokenizer_of(model: str) -> Callable[[], Detokenizer]:
+    @cache
+    def tokenizer():  # type: ignore[no-untyped-def]
+        from megatron_runtime.tokenization import load_tokenizer
+
+        return load_tokenizer(model)
+
+    return lambda: tokenizer().detokenizer()

@@ -1,0 +1,146 @@
+"""The engine's state machine: what a control message does, and when its state counts as reached.
+
+Every signal has two phases: the work, then an acknowledgement; the state is entered when the coordinator commits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+
+from megatron_runtime.engines.engine_thread import EngineThread
+from megatron_runtime.wire.headers import SIGNALS, Header
+from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit
+from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+
+logger = logging.getLogger(__name__)
+
+_S = EngineState
+
+SETTLED: dict[EngineState, EngineState] = {
+    _S.PAUSING: _S.PAUSED,
+    _S.UNPAUSING: _S.PAUSED,
+    _S.SUSPENDING: _S.SUSPENDED,
+    _S.RESUMING: _S.PAUSED,
+    _S.RESUMED: _S.PAUSED,
+    _S.STOPPING: _S.STOPPED,
+}
+"""Where an engine stands that did the work of a signal whose commit was lost with the coordinator."""
+
+LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
+    Header.PAUSE: frozenset({_S.RUNNING, _S.PAUSED, _S.SUSPENDED}),
+    Header.UNPAUSE: frozenset({_S.PAUSED}),
+    Header.SUSPEND: frozenset({_S.PAUSED}),
+    Header.RESUME: frozenset({_S.SUSPENDED}),
+    Header.STOP: frozenset({_S.PAUSED, _S.SUSPENDED}),
+}
+
+PATHS: dict[tuple[EngineState, CoordinatorState], tuple[Header, ...]] = {
+    (_S.RUNNING, CoordinatorState.PAUSED): (Header.PAUSE,),
+    (_S.RUNNING, CoordinatorState.SUSPENDED): (Header.PAUSE, Header.SUSPEND),
+    (_S.PAUSED, CoordinatorState.RUNNING): (Header.UNPAUSE,),
+    (_S.PAUSED, CoordinatorState.SUSPENDED): (Header.SUSPEND,),
+    (_S.SUSPENDED, CoordinatorState.PAUSED): (Header.RESUME,),
+    (_S.SUSPENDED, CoordinatorState.RUNNING): (Header.RESUME, Header.UNPAUSE),
+}
+"""What an engine does on joining a coordinator whose state is another."""
+
+
+class Lifecycle:
+    """State, epoch and fence of one engine. Not thread-safe: used from the event loop, one control message at a time.
+
+    acted: how often each signal did its work; a repeated operation id does not count.
+    """
+
+    def __init__(self, thread: EngineThread, *, ranks: int = 1) -> None:
+        self.state = EngineState.PAUSED
+        self.epoch = 0
+        self.fence = 0
+        self.ranks = ranks
+        self.acted: dict[Header, int] = {}
+        self.stopped = asyncio.Event()
+        self._thread = thread
+        self._answers: dict[str, ControlAck] = {}
+        self._work: dict[Header, Callable[[], Awaitable[None]]] = {
+            Header.PAUSE: thread.pause,
+            Header.SUSPEND: self._suspend,
+            Header.RESUME: self._resume,
+        }
+
+    @property
+    def settled_state(self) -> EngineState:
+        return SETTLED.get(self.state, self.state)
+
+    async def handle(self, control: Control) -> ControlAck:
+        """Do the work of `control` and return the acknowledgement. Never raises: a failure is an answer."""
+        operation_id = control.operation_id or ""
+        known = self._answers.get(operation_id)
+        if known is not None:
+            return known
+        self.fence = max(self.fence, control.fence or 0)
+        error = await self._act(control)
+        ack = ControlAck(
+            operation_id=operation_id or "-", ok=error is None, state=self.state, ranks=self.ranks, error=error
+        )
+        if operation_id:
+            self._answers[operation_id] = ack
+            while len(self._answers) > 64:
+                del self._answers[next(iter(self._answers))]
+        return ack
+
+    async def _act(self, control: Control) -> str | None:
+        kind = control.kind
+        if kind is Header.SET_GENERATION_EPOCH:
+            return None
+        if kind not in SIGNALS:
+            return f"{kind.name} is not supported by this engine"
+        state = self.settled_state
+        if state not in LEGAL_FROM[kind]:
+            return f"{kind.name} is not legal in engine state {state.value}"
+        if kind is Header.PAUSE and state is not EngineState.RUNNING:
+            return None
+        self.state = TRANSITIONS[kind].passing
+        self.acted[kind] = self.acted.get(kind, 0) + 1
+        try:
+            work = self._work.get(kind)
+            if work is not None:
+                await work()
+        except Exception as error:
+            logger.exception("%s failed", kind.name)
+            self.state = state
+            return f"{kind.name} failed: {error}"
+        return None
+
+    async def commit(self, commit: ControlCommit) -> None:
+        """Enter the state that the acknowledged work leads to."""
+        if commit.signal is Header.SET_GENERATION_EPOCH:
+            if commit.epoch is not None:
+                self.epoch = commit.epoch
+            return
+        transition = TRANSITIONS.get(commit.signal)
+        if transition is None or self.state is not transition.passing:
+            return
+        await self._land(commit.signal)
+
+    async def converge(self, target: CoordinatorState) -> None:
+        """Reach `target` without a coordinator's two phases: an engine that joins enters the state it is told."""
+        self.state = self.settled_state
+        for signal in PATHS.get((self.state, target), ()):
+            error = await self._act(Control(kind=signal))
+            if error is not None:
+                raise RuntimeError(error)
+            await self._land(signal)
+
+    async def _land(self, signal: Header) -> None:
+        if signal is Header.UNPAUSE:
+            await self._thread.unpause()
+        self.state = TRANSITIONS[signal].lands_in
+        if self.state is EngineState.STOPPED:
+            self.stopped.set()
+
+    async def _suspend(self) -> None:
+        await self._thread.call(lambda engine: engine.suspend())
+
+    async def _resume(self) -> None:
+        await self._thread.call(lambda engine: engine.resume())

@@ -1,0 +1,54 @@
+"""What an engine tells Prometheus, read at the moment of the scrape. Names are listed in docs/serve.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatron_runtime.engines.dynamic_engine import EngineStats
+from megatron_runtime.engines.engine_thread import EngineThread
+from megatron_runtime.engines.lifecycle import Lifecycle
+from megatron_runtime.wire.headers import SIGNALS
+from megatron_runtime.wire.states import EngineState
+
+_GAUGES = {
+    "num_requests_running": ("requests being generated", "num_running"),
+    "num_requests_waiting": ("requests waiting for a slot or for pages", "num_waiting"),
+    "kv_cache_usage_perc": ("share of the KV cache in use, 0 to 1", "kv_usage"),
+}
+_COUNTERS = {
+    "prompt_tokens": ("prompt tokens computed", "prompt_tokens"),
+    "generation_tokens": ("tokens generated", "generation_tokens"),
+    "num_preemptions": ("requests whose KV was given up and computed again", "preemptions"),
+}
+
+
+class EngineMetrics(Collector):
+    """Metrics `megatron_*`, and vLLM's names for those that it has too."""
+
+    def __init__(self, thread: EngineThread, lifecycle: Lifecycle, stats: Callable[[], EngineStats]) -> None:
+        self._thread = thread
+        self._lifecycle = lifecycle
+        self._stats = stats
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._stats()
+        for prefix in ("megatron_", "vllm:"):
+            for name, (text, attribute) in _GAUGES.items():
+                yield GaugeMetricFamily(prefix + name, text, value=getattr(stats, attribute))
+            for name, (text, attribute) in _COUNTERS.items():
+                yield CounterMetricFamily(prefix + name, text, value=getattr(stats, attribute))
+        yield CounterMetricFamily("megatron_engine_steps", "engine steps", value=self._thread.steps)
+        yield GaugeMetricFamily("megatron_generation_epoch", "epoch of the weights", value=self._lifecycle.epoch)
+        state = GaugeMetricFamily("megatron_engine_state", "1 for the state the engine is in", labels=["state"])
+        for name in EngineState:
+            state.add_metric([name.value], float(self._lifecycle.state is name))
+        yield state
+        acted = CounterMetricFamily(
+            "megatron_engine_signals", "signals whose work was done; a repeated one does not count", labels=["signal"]
+        )
+        for signal in sorted(SIGNALS):
+            acted.add_metric([signal.name], self._lifecycle.acted.get(signal, 0))
+        yield acted

@@ -1,0 +1,226 @@
+"""From engine steps to messages: stop texts, partials grouped by destination, finals.
+
+Tokens that may be part of a stop text are held back; what was sent is never taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_runtime.engines.dynamic_engine import RequestOutput
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import ErrorCode
+from megatron_runtime.wire.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
+
+
+class Detokenizer(Protocol):
+    """Text of one growing sequence of tokens; an unfinished character is kept back."""
+
+    def feed(self, ids: Iterable[int]) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+@dataclass(slots=True)
+class StopText:
+    """A stop text that was found: the answer's text ends at `end`."""
+
+    text: str
+    end: int
+
+
+class StopMatcher:
+    """Looks for stop texts in the text of one request, token by token."""
+
+    def __init__(self, stop_words: Sequence[str], detokenizer: Detokenizer, *, min_tokens: int = 0) -> None:
+        self.text = ""
+        self._stops = [stop for stop in stop_words if stop]
+        self._hold = max((len(stop) for stop in self._stops), default=1) - 1
+        self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
+        self._ends: list[int] = []
+        """Length of the text after each token."""
+
+    def skip(self, tokens: Iterable[int]) -> None:
+        """Take in tokens that were sent before: they are known not to complete a stop text."""
+        for token in tokens:
+            self._append(token)
+
+    def feed(self, token: int) -> StopText | None:
+        start = max(0, len(self.text) - self._hold)
+        self._append(token)
+        if len(self._ends) < self._min_tokens:
+            return None
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        return StopText(stop, at)
+
+    def finish(self) -> None:
+        self.text += self._detokenizer.finish()
+
+    def releasable(self) -> int:
+        """How many tokens, from the first, lie wholly before any text that could begin a stop."""
+        limit = len(self.text) - self._hold
+        count = len(self._ends)
+        while count and self._ends[count - 1] > limit:
+            count -= 1
+        return count
+
+    def _append(self, token: int) -> None:
+        self.text += self._detokenizer.feed((token,))
+        self._ends.append(len(self.text))
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A dispatch under way, as the output stage sees it. `tokens` holds every generated token from the first."""
+
+    dispatch: Dispatch
+    params: SamplingParams
+    tokens: list[int]
+    sent: int
+    epochs: list[list[int]]
+    matcher: StopMatcher | None
+    log_probs: list[float] = field(default_factory=list)
+
+
+class OutputStage:
+    """Requests open on this engine, by dispatch id.
+
+    send:          hands the frames of a message to the coordinator.
+    finish_early:  tells the engine that a request ended by a stop text.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[Frames], object],
+        finish_early: Callable[[int], object],
+        detokenizer: Callable[[], Detokenizer | None],
+    ) -> None:
+        self.open: dict[int, OpenRequest] = {}
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+        self._send = send
+        self._finish_early = finish_early
+        self._detokenizer = detokenizer
+
+    def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int], *, epoch: int) -> None:
+        matcher = None
+        if params.stop_words:
+            detokenizer = self._detokenizer()
+            if detokenizer is None:
+                self.refuse(dispatch, ErrorCode.INVALID_REQUEST, "stop_words need a model with a tokenizer")
+                return
+            matcher = StopMatcher(params.stop_words, detokenizer, min_tokens=params.min_tokens)
+            matcher.skip(generated)
+        self.open[dispatch.dispatch_id] = OpenRequest(
+            dispatch=dispatch,
+            params=params,
+            tokens=list(generated),
+            sent=len(generated),
+            epochs=[[0, epoch]],
+            matcher=matcher,
+        )
+
+        self.idle.clear()
+
+    def forget(self, dispatch_id: int) -> None:
+        self.open.pop(dispatch_id, None)
+        if not self.open:
+            self.idle.set()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Tokens from here on are sampled under `epoch`."""
+        for request in self.open.values():
+            request.epochs.append([len(request.tokens), epoch])
+
+    def refuse(self, dispatch: Dispatch, code: ErrorCode, message: str) -> None:
+        """End a request that was never begun."""
+        self.forget(dispatch.dispatch_id)
+        error = {"code": int(code), "type": code.name, "message": message}
+        reply = {"status": "FAILED", "finish_reason": "error", "error": error}
+        self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
+
+    def step(self, outputs: Iterable[RequestOutput]) -> None:
+        """Take what one engine step produced: one PARTIAL per destination, then the finals, which carry the rest."""
+        partials: dict[int, list[tuple[OpenRequest, int]]] = {}
+        finals: list[tuple[OpenRequest, RequestOutput, StopText | None]] = []
+        for output in outputs:
+            request = self.open.get(output.request_id)
+            if request is None:
+                continue
+            found = self._take(request, output)
+            if found is not None and output.finish_reason is None:
+                self._finish_early(output.request_id)
+            if found is not None or output.finish_reason is not None:
+                finals.append((request, output, found))
+                continue
+            upto = self._sendable(request)
+            if request.dispatch.meta.streaming and upto - request.sent >= request.params.streaming_interval:
+                partials.setdefault(request.dispatch.route, []).append((request, upto))
+        for route, ready in partials.items():
+            self._send_partial(route, ready)
+        for request, output, found in finals:
+            self.forget(output.request_id)
+            self._send_final(request, output, found)
+
+    def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
+        if output.new_log_probs:
+            request.log_probs.extend(output.new_log_probs)
+        for token in output.new_tokens:
+            request.tokens.append(token)
+            if request.matcher is not None:
+                found = request.matcher.feed(token)
+                if found is not None:
+                    return found
+        return None
+
+    def _sendable(self, request: OpenRequest) -> int:
+        if request.matcher is None:
+            return len(request.tokens)
+        return max(request.sent, request.matcher.releasable())
+
+    def _send_partial(self, route: int, ready: list[tuple[OpenRequest, int]]) -> None:
+        entries, tokens, extras = [], [], {}
+        for request, upto in ready:
+            dispatch = request.dispatch
+            entries.append(PartialEntry(dispatch.uid, dispatch.dispatch_id, request.sent, upto - request.sent))
+            tokens.append(tokens_to_bytes(request.tokens[request.sent : upto]))
+            if request.log_probs:
+                extras[dispatch.uid] = {"log_probs": self._log_probs(request, upto)}
+            request.sent = upto
+        self._send(Partial(route, entries, b"".join(tokens), pack(extras) if extras else b"").to_frames())
+
+    @staticmethod
+    def _log_probs(request: OpenRequest, upto: int) -> list[float]:
+        forced = len(request.tokens) - len(request.log_probs)
+        return request.log_probs[max(0, request.sent - forced) : upto - forced]
+
+    def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
+        failed = output.finish_reason == "error"
+        reply: dict[str, Any] = {
+            "status": "FAILED" if failed else "COMPLETED",
+            "finish_reason": "stop" if found else output.finish_reason,
+            "prompt_length": output.prompt_length,
+            "generated_length": len(request.tokens),
+            "num_cached_tokens": output.num_cached_tokens,
+            "policy_epoch": request.epochs,
+            "kv_cache_epoch": request.epochs,
+        }
+        if found is not None and request.matcher is not None:
+            keep = len(found.text) if request.params.detokenize_stop_sequence else 0
+            reply["generated_text"] = request.matcher.text[: found.end + keep]
+            reply["stop_reason"] = found.text
+        if request.params.return_log_probs:
+            reply["generated_log_probs"] = request.log_probs
+        if failed:
+            reply["error"] = {"code": int(ErrorCode.ENGINE_FAILED), "type": "ENGINE_FAILED", "message": output.error}
+        dispatch = request.dispatch
+        self._send(Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply)).to_frames())

@@ -1,0 +1,296 @@
+"""The engine process: an engine on its thread, a link to the coordinator, and the state machine between them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+
+from prometheus_client import CollectorRegistry
+
+from megatron_runtime.contexts.dynamic_context import RequestRefusedError
+from megatron_runtime.engines.build import LoadedEngine, build_engine
+from megatron_runtime.engines.dynamic_engine import EngineRequest
+from megatron_runtime.engines.engine_thread import EngineThread, Outputs
+from megatron_runtime.engines.lifecycle import Lifecycle
+from megatron_runtime.engines.metrics import EngineMetrics
+from megatron_runtime.engines.output_stage import OutputStage
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.health import HealthServer
+from megatron_runtime.peer_link import PeerLink, coordinator_address
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.messages import (
+    Abort,
+    Control,
+    ControlCommit,
+    Dispatch,
+    Error,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    MalformedMessageError,
+    Message,
+    Plain,
+    tokens_from_bytes,
+    unpack,
+)
+from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.wire.states import CoordinatorState, EngineState
+
+logger = logging.getLogger(__name__)
+
+LOAD_SILENCE_SECONDS = 600.0
+"""How long the coordinator may hear nothing while weights load (a load holds the interpreter at times)."""
+
+
+class EngineWorker:
+    """One data-parallel engine. All methods run on the event loop; the engine itself runs on its thread."""
+
+    def __init__(self, settings: EngineSettings, loaded: LoadedEngine) -> None:
+        keys = PeerKeys.load(settings.keys_dir, Role.ENGINE) if settings.keys_dir is not None else None
+        self.failure: BaseException | None = None
+        self.ended = asyncio.Event()
+        self._settings = settings
+        self._loaded = loaded
+        self._thread = EngineThread(loaded.engine, on_step=self._on_step, on_failure=self._on_failure)
+        self._lifecycle = Lifecycle(self._thread)
+        self._serving = False
+        self._leaving = False
+        self._weights_wanted = True
+        self._coordinator_state: CoordinatorState | None = None
+        self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
+        self._busy_for = 0.0
+        self._link = PeerLink(
+            coordinator_address(settings.coordinator),
+            keys=keys,
+            hello=self._hello,
+            heartbeat=self._heartbeat,
+            on_ack=self._on_ack,
+            on_message=self._on_message,
+        )
+        self._outputs = OutputStage(
+            send=self._link.send,
+            finish_early=lambda dispatch_id: self._thread.call(
+                lambda engine: engine.finish_request(dispatch_id, "stop")
+            ),
+            detokenizer=loaded.detokenizer,
+        )
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineMetrics(self._thread, self._lifecycle, loaded.engine.stats))
+
+    async def run(self) -> None:
+        """Serve until stop() or a failure of the engine."""
+        self._thread.start()
+        health = None
+        if self._settings.health_port is not None:
+            health = HealthServer(missing=self._missing, registry=self._registry, port=self._settings.health_port)
+            await health.start()
+        controller = asyncio.create_task(self._control_loop())
+        await self._link.start(connect_timeout_seconds=0)
+        try:
+            await self.ended.wait()
+        finally:
+            controller.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await controller
+            self._link.close("engine failed" if self.failure else "engine leaves")
+            await self._thread.stop()
+            if health is not None:
+                await health.stop()
+
+    async def drain_and_stop(self) -> None:
+        """Take no new work, finish what is in flight while the drain time lasts, hand over the rest, end."""
+        self._leaving = True
+        self._serving = False
+        self._link.say_hello()
+        if self._lifecycle.state is EngineState.RUNNING:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._outputs.idle.wait(), self._settings.drain_seconds)
+        self.ended.set()
+
+    def _missing(self) -> list[str]:
+        missing = []
+        if not self._link.registered:
+            missing.append(f"registration with the coordinator at {self._settings.coordinator}")
+        if self._weights_wanted and not self._serving:
+            missing.append(f"weights of {self._settings.model}")
+        if self._lifecycle.state is EngineState.STOPPED:
+            missing.append("stopped")
+        return missing
+
+    def _hello(self, incarnation: int) -> Hello:
+        settings, loaded = self._settings, self._loaded
+        return Hello(
+            role=Role.ENGINE,
+            name=settings.name,
+            incarnation=incarnation,
+            serving=self._serving,
+            state=self._lifecycle.settled_state,
+            epoch=self._lifecycle.epoch,
+            fence=self._lifecycle.fence,
+            ranks=self._lifecycle.ranks,
+            revision=settings.revision,
+            max_requests=settings.max_requests,
+            max_sequence_length=loaded.max_sequence_length,
+            block_size_tokens=settings.block_size_tokens,
+        )
+
+    def _heartbeat(self, incarnation: int) -> Heartbeat:
+        return Heartbeat(
+            incarnation=incarnation,
+            state=self._lifecycle.state,
+            running=len(self._outputs.open),
+            steps=self._thread.steps,
+            busy_for=self._busy_for,
+        )
+
+    def _on_ack(self, ack: HelloAck, given_away: bool) -> None:
+        if given_away:
+            self._drop_all()
+        self._coordinator_state = ack.state
+        self._controls.put_nowait(ack)
+
+    def _drop_all(self) -> None:
+        """Forget every request: their owner dispatches or submits them anew."""
+        for dispatch_id in list(self._outputs.open):
+            self._abort(dispatch_id)
+
+    def _abort(self, dispatch_id: int) -> None:
+        self._outputs.forget(dispatch_id)
+        self._thread.call(lambda engine: engine.abort_request(dispatch_id))
+
+    def _on_message(self, message: Message) -> None:
+        match message:
+            case Dispatch():
+                self._dispatch(message)
+            case Abort(id=int() as dispatch_id):
+                self._abort(dispatch_id)
+            case Control() | ControlCommit():
+                self._controls.put_nowait(message)
+            case Heartbeat(state=CoordinatorState() as state):
+                self._note_coordinator_state(state)
+            case Error():
+                logger.warning("the coordinator refused a message: %s %s", message.code.name, message.message)
+            case Plain(items=[Header.SHUTDOWN]):
+                self.ended.set()
+            case _:
+                logger.warning("ignored an unexpected message: %.120r", message)
+
+    def _note_coordinator_state(self, state: CoordinatorState) -> None:
+        """A coordinator that has recovered may be in another state than it was told here: ask for it by HELLO."""
+        recovered = self._coordinator_state is CoordinatorState.RECOVERING and state is not CoordinatorState.RECOVERING
+        self._coordinator_state = state
+        if recovered:
+            self._link.say_hello()
+
+    async def _control_loop(self) -> None:
+        while not self.ended.is_set():
+            message = await self._controls.get()
+            if isinstance(message, Control):
+                ack = await self._lifecycle.handle(message)
+                self._link.send(ack.to_frames())
+            elif isinstance(message, ControlCommit):
+                await self._commit(message)
+            else:
+                await self._enter(message)
+
+    async def _commit(self, commit: ControlCommit) -> None:
+        await self._lifecycle.commit(commit)
+        if commit.signal is Header.SET_GENERATION_EPOCH:
+            self._outputs.set_epoch(self._lifecycle.epoch)
+        if self._lifecycle.stopped.is_set():
+            logger.info("stopped")
+            self._drop_all()
+            self._weights_wanted = False
+            self._link.close("stopped")
+
+    async def _enter(self, ack: HelloAck) -> None:
+        """Reach the state that HELLO_ACK names, loading weights first where they are needed."""
+        if self._leaving or ack.state is CoordinatorState.RECOVERING:
+            return
+        self._lifecycle.fence = max(self._lifecycle.fence, ack.fence)
+        if ack.epoch != self._lifecycle.epoch:
+            self._lifecycle.epoch = ack.epoch
+            self._outputs.set_epoch(ack.epoch)
+        if self._serving:
+            await self._lifecycle.converge(ack.state)
+            return
+        self._weights_wanted = ack.state is not CoordinatorState.SUSPENDED
+        if self._weights_wanted:
+            await self._load()
+        else:
+            self._lifecycle.state = EngineState.SUSPENDED
+        self._serving = True
+        self._link.say_hello()
+
+    async def _load(self) -> None:
+        self._busy_for = LOAD_SILENCE_SECONDS
+        try:
+            await self._thread.call(lambda engine: engine.executor.load())
+        except Exception as error:
+            self._on_failure(error)
+            raise
+        finally:
+            self._busy_for = 0.0
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        try:
+            params = SamplingParams.deserialize(unpack(dispatch.params))
+        except (InvalidSamplingParamsError, MalformedMessageError, TypeError, AttributeError) as error:
+            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, str(error))
+            return
+        request = EngineRequest(
+            request_id=dispatch.dispatch_id,
+            prompt_tokens=tokens_from_bytes(dispatch.prompt),
+            generated_tokens=tokens_from_bytes(dispatch.generated),
+            sampling_params=params,
+            seed=dispatch.meta.seed,
+        )
+        self._outputs.add(dispatch, params, request.generated_tokens.tolist(), epoch=self._lifecycle.epoch)
+        if dispatch.dispatch_id in self._outputs.open:
+            added = self._thread.call(lambda engine: engine.add_request(request))
+            added.add_done_callback(lambda future: self._refuse_if_failed(dispatch, future))
+
+    def _refuse_if_failed(self, dispatch: Dispatch, added: asyncio.Future[None]) -> None:
+        error = added.exception() if not added.cancelled() else None
+        if isinstance(error, RequestRefusedError | ValueError):
+            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, str(error))
+        elif error is not None:
+            logger.error("a request could not be added: %r", error)
+            self._outputs.refuse(dispatch, ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+
+    def _on_step(self, outputs: Outputs) -> None:
+        self._outputs.step(outputs)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self.failure = error
+        self.ended.set()
+
+
+async def _serve(settings: EngineSettings) -> BaseException | None:
+    loaded = build_engine(settings)
+    worker = EngineWorker(settings, loaded)
+    loop = asyncio.get_running_loop()
+    leaving: list[asyncio.Task[None]] = []
+
+    def leave() -> None:
+        if not leaving:
+            leaving.append(loop.create_task(worker.drain_and_stop()))
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave)
+    await worker.run()
+    return worker.failure
+
+
+def run(settings: EngineSettings) -> None:
+    """Run an engine until SIGTERM. Exits with status 1, the cause on standard error, if the engine fails."""
+    failure = asyncio.run(_serve(settings))
+    if failure is not None:
+        print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
+        # The engine thread may hang in native code: nothing of it is worth waiting for.
+        os._exit(1)

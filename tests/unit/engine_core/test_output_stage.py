@@ -1,0 +1,118 @@
+"""Streams: what was sent is never taken back, and together it is the whole answer."""
+
+import codecs
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_runtime.engines.dynamic_engine import RequestOutput
+from megatron_runtime.engines.output_stage import OutputStage
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.messages import (
+    Dispatch,
+    Final,
+    Frames,
+    Partial,
+    RequestMeta,
+    decode,
+    tokens_from_bytes,
+    unpack,
+)
+
+UID = bytes(16)
+
+
+class ByteDetokenizer:
+    """Each token is one byte of UTF-8."""
+
+    def __init__(self) -> None:
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids) -> str:
+        return self._decoder.decode(bytes(ids))
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class Stage:
+    def __init__(self, params: SamplingParams, generated: list[int] | None = None) -> None:
+        self.partial: list[int] = list(generated or [])
+        self.final: dict | None = None
+        self.final_tokens: list[int] = []
+        self.finished_early: list[int] = []
+        self.stage = OutputStage(
+            send=self._receive, finish_early=self.finished_early.append, detokenizer=ByteDetokenizer
+        )
+        dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
+        self.stage.add(dispatch, params, generated or [], epoch=0)
+
+    def _receive(self, frames: Frames) -> None:
+        message = decode(frames)
+        if isinstance(message, Partial):
+            assert self.final is None, "no partial after the final"
+            (entry,) = message.entries
+            assert entry.offset == len(self.partial)
+            self.partial += tokens_from_bytes(message.tokens).tolist()
+        else:
+            assert isinstance(message, Final)
+            self.final = unpack(message.reply)
+            self.final_tokens = tokens_from_bytes(message.tokens).tolist()
+
+    def run(self, tokens: bytes) -> None:
+        for index, token in enumerate(tokens):
+            reason = "length" if index == len(tokens) - 1 else None
+            self.stage.step([RequestOutput(1, [token], 3, reason)])
+            if self.final is not None:
+                return
+
+
+texts = st.text(alphabet="ab·é€", min_size=1, max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(texts, st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
+def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_first_stop(
+    text: str, stops: list[str], interval: int
+) -> None:
+    stage = Stage(SamplingParams(stop_words=stops, streaming_interval=interval))
+    stage.run(text.encode())
+    assert stage.final is not None
+    sent = bytes(stage.partial).decode(errors="ignore")
+    ends = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if not ends:
+        assert stage.final["finish_reason"] == "length"
+        assert bytes(stage.final_tokens) == text.encode()
+        assert text.startswith(sent)
+        return
+    # The engine stops at the first stop text to be completed, token by token.
+    answer = stage.final["generated_text"]
+    assert stage.final["finish_reason"] == "stop"
+    assert stage.final["stop_reason"] in stops
+    assert answer == text[: len(answer)]
+    assert text[len(answer) :].startswith(stage.final["stop_reason"])
+    assert answer.startswith(sent)
+    assert not any(stop in answer for stop in stops)
+
+
+def test_a_stop_text_ends_the_request_in_the_engine_too() -> None:
+    stage = Stage(SamplingParams(stop_words=["b"]))
+    stage.run(b"aab..")
+    assert stage.finished_early == [1]
+    assert stage.stage.idle.is_set()
+
+
+def test_the_stop_text_is_kept_when_asked_for() -> None:
+    stage = Stage(SamplingParams(stop_words=["END"], detokenize_stop_sequence=True))
+    stage.run(b"the END of it")
+    assert stage.final is not None
+    assert stage.final["generated_text"] == "the END"
+
+
+def test_a_continuation_knows_the_text_before_it() -> None:
+    whole = b"one two three END"
+    stage = Stage(SamplingParams(stop_words=["END"]), generated=list(whole[:6]))
+    stage.run(whole[6:])
+    assert stage.final is not None
+    assert stage.final["generated_text"] == "one two three "
+    assert stage.final_tokens == list(whole)
