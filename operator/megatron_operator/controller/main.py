@@ -148,7 +148,9 @@ class OperatorProcess:
 
         @kopf.on.cleanup(registry=registry)
         async def cleanup(**_: Any) -> None:
-            # kopf counts every task made since its start as one of its own and would wait for them.
+            # kopf counts every task made since its start as one of its own and would wait for them; its own waiter
+            # for the stop flag is among them.
+            self._stop.set()
             await supervisor.stop()
 
         await kopf.operator(

@@ -1,0 +1,171 @@
+"""The cache never trails what this process wrote, and never shows what is proven gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
+from megatron_operator.cluster.projection import fingerprint, project_child, project_pod, project_resource
+from megatron_operator.plan.world import ChildRef
+
+KEY = ("prod", "demo")
+REF = ChildRef("Deployment", "demo-coordinator", "apps/v1")
+OWNER = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def deployment(version: int, *, uid: str = "d1", owner: bool = True, **spec: Any) -> dict[str, Any]:
+    metadata = {"name": REF.name, "namespace": "prod", "uid": uid, "resourceVersion": str(version)}
+    if owner:
+        metadata["ownerReferences"] = [OWNER]
+    return {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": metadata, "spec": {"replicas": 1, **spec}}
+
+
+def resource(version: int, **status: Any) -> dict[str, Any]:
+    metadata = {"name": "demo", "namespace": "prod", "uid": "u", "resourceVersion": str(version), "generation": 1}
+    return {"metadata": metadata, "spec": {}, "status": status}
+
+
+@pytest.fixture
+def index() -> Index:
+    return Index(children={}, pods={}, resources={"u": [project_resource(resource(5))]})
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def cache(index: Index, clock: Clock) -> ResourceCache:
+    return ResourceCache(uid="u", key=KEY, index=index, clock=clock)
+
+
+def test_written_status_is_read_before_the_watch_shows_it(index: Index, cache: ResourceCache) -> None:
+    cache.wrote_resource(project_resource(resource(9, state="Paused")))
+    seen = cache.resource()
+    assert seen is not None
+    assert seen.status == {"state": "Paused"}
+
+    index.resources["u"] = [project_resource(resource(12, state="Other"))]
+    seen = cache.resource()
+    assert seen is not None
+    assert seen.version == 12
+
+
+def test_gone_resource_is_none(index: Index, cache: ResourceCache) -> None:
+    cache.wrote_resource(project_resource(resource(9)))
+    index.resources.clear()
+    assert cache.resource() is None
+
+
+def test_applied_child_is_there_and_verified_before_and_after_the_watch_shows_it(
+    index: Index, cache: ResourceCache
+) -> None:
+    cache.applied(project_child(deployment(20)))
+    view = cache.views()[REF]
+    assert (view.owned, view.verified) == (True, True)
+
+    index.children[KEY] = [project_child({**deployment(25), "status": {"readyReplicas": 1}})]
+    view = cache.views()[REF]
+    assert (view.verified, view.ready_replicas) == (True, 1)
+
+
+def test_older_watch_event_does_not_hide_the_write(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(10))]
+    cache.applied(project_child(deployment(20, replicas=3)))
+    assert cache.views()[REF].replicas == 3
+
+
+def test_child_changed_by_somebody_else_is_not_verified(index: Index, cache: ResourceCache) -> None:
+    cache.applied(project_child(deployment(20)))
+    index.children[KEY] = [project_child(deployment(30, paused=True))]
+    assert not cache.views()[REF].verified
+
+
+def test_child_never_applied_by_this_process_is_not_verified(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(20))]
+    assert not cache.views()[REF].verified
+
+
+def test_child_of_another_owner_is_not_owned(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(20, owner=False))]
+    assert not cache.views()[REF].owned
+
+
+def test_write_that_the_watch_never_shows_is_looked_up_and_dropped_if_gone(cache: ResourceCache, clock: Clock) -> None:
+    cache.applied(project_child(deployment(20)))
+    assert cache.lagging() == []
+    clock.now += WATCH_LAG_SECONDS + 1
+    assert cache.lagging() == [REF]
+
+    cache.observed(REF, None)
+    assert cache.views() == {}
+
+
+def test_deletion_shows_as_deleting_until_the_watch_drops_it(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(20))]
+    cache.deleted("d1")
+    assert cache.views()[REF].deleting
+
+    index.children[KEY] = [project_child(deployment(40, uid="d2"))]
+    assert not cache.views()[REF].deleting
+
+
+def test_ghost_of_a_missed_deletion_is_found_by_the_audit(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(20))]
+    index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
+
+    cache.audited([], [project_pod(pod("b", "p2"))])
+
+    assert cache.views() == {}
+    assert [view.name for view in cache.pods()] == ["b"]
+
+
+def test_audit_leaves_alone_what_was_just_written_and_adds_what_the_watch_missed(
+    index: Index, cache: ResourceCache
+) -> None:
+    cache.applied(project_child(deployment(20)))
+    service = {**deployment(7, uid="s1"), "apiVersion": "v1", "kind": "Service"}
+    service["spec"] = {"clusterIP": "10.96.0.9"}
+
+    cache.audited([project_child(service)], [])
+
+    assert set(cache.views()) == {REF, ChildRef("Service", REF.name, "v1")}
+    child = cache.child(ChildRef("Service", REF.name, "v1"))
+    assert child is not None
+    assert child.cluster_ip == "10.96.0.9"
+
+
+def pod(name: str, uid: str) -> dict[str, Any]:
+    return {"metadata": {"name": name, "namespace": "prod", "uid": uid, "resourceVersion": "3"}, "status": {}}
+
+
+def test_fingerprint_ignores_status_and_bookkeeping_only() -> None:
+    base = deployment(1)
+    moved = {**deployment(2), "status": {"replicas": 1}}
+    moved["metadata"] = {**moved["metadata"], "managedFields": [{}], "generation": 4}
+    assert fingerprint(base) == fingerprint(moved)
+    assert fingerprint(base) != fingerprint(deployment(1, replicas=2))
+    labelled = deployment(1)
+    labelled["metadata"]["labels"] = {"a": "b"}
+    assert fingerprint(base) != fingerprint(labelled)
+
+
+def test_changed_by_is_the_manager_that_wrote_desired_state_last() -> None:
+    raw = resource(3)
+    wanted = {"f:spec": {"f:desiredState": {}}}
+    raw["metadata"]["managedFields"] = [
+        {"manager": "helm", "time": "2026-01-01T00:00:00Z", "fieldsV1": wanted},
+        {"manager": "kubectl-patch", "time": "2026-01-02T00:00:00Z", "fieldsV1": wanted},
+        {"manager": "megatron-operator", "time": "2026-01-03T00:00:00Z", "fieldsV1": {"f:status": {}}},
+    ]
+    assert project_resource(raw).changed_by == "kubectl-patch"

@@ -1,0 +1,164 @@
+"""The Lease: one leader, a term that only grows, expiry on the holder's own clock."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.lease import TERM_ANNOTATION, Elector, LeadershipLostError, LeaseSettings
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def elector(store: Any, clock: Clock, identity: str, *, duration: float = 15.0) -> Elector:
+    return Elector(store, LeaseSettings("system", "op", identity, duration), clock=clock)
+
+
+def stored(store: Any) -> dict[str, Any]:
+    return store.objects["Lease", "system", "op"]
+
+
+async def test_first_leader_has_term_one(store: Any) -> None:
+    first = elector(store, Clock(), "a")
+    with pytest.raises(LeadershipLostError):
+        first.check()
+
+    assert await first.acquire() == 1
+
+    first.check()
+    assert stored(store)["spec"]["holderIdentity"] == "a"
+    assert stored(store)["metadata"]["annotations"][TERM_ANNOTATION] == "1"
+
+
+async def test_expiry_is_checked_against_the_holders_clock_before_the_lease_is_free(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a", duration=15)
+    await first.acquire()
+
+    clock.now += 9.9
+    first.check()
+    clock.now += 0.2
+    with pytest.raises(LeadershipLostError, match="not renewed for 10 s"):
+        first.check()
+
+
+async def test_challenger_waits_its_own_duration_since_it_saw_a_change_and_takes_the_next_term(store: Any) -> None:
+    clock = Clock()
+    await elector(store, clock, "a").acquire()
+    challenger = elector(store, clock, "b")
+
+    assert not await challenger._try_acquire()
+    clock.now += 14
+    assert not await challenger._try_acquire()
+    clock.now += 2
+    assert await challenger._try_acquire()
+
+    assert challenger.term == 2
+    assert stored(store)["spec"]["leaseTransitions"] == 2
+
+
+async def test_renewal_seen_by_the_challenger_starts_its_wait_anew(store: Any) -> None:
+    clock = Clock()
+    first, challenger = elector(store, clock, "a"), elector(store, clock, "b")
+    await first.acquire()
+    assert not await challenger._try_acquire()
+
+    clock.now += 9
+    await first._renew()
+    clock.now += 9
+    assert not await challenger._try_acquire()
+    assert first.term == 1
+
+
+async def test_same_pod_takes_over_at_once_with_a_new_term(store: Any) -> None:
+    clock = Clock()
+    await elector(store, clock, "pod_uid").acquire()
+    again = elector(store, clock, "pod_uid")
+
+    assert await again.acquire() == 2
+
+
+async def test_released_lease_is_free_at_once(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a")
+    await first.acquire()
+    await first.release()
+    with pytest.raises(LeadershipLostError):
+        first.check()
+
+    assert await elector(store, clock, "b").acquire() == 2
+
+
+async def test_only_one_of_two_that_swap_at_once_wins(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a")
+    await first.acquire()
+    await first.release()
+
+    left, right = elector(store, clock, "l"), elector(store, clock, "r")
+    lease = await store.get(_lease_kind(), "system", "op")
+    left._lease = right._lease = lease
+    await left._write(term=2)
+    with pytest.raises(ApiError) as refused:
+        await right._write(term=2)
+
+    assert refused.value.conflict
+    assert (left.leading, right.leading) == (True, False)
+
+
+async def test_old_holder_that_comes_back_finds_the_lease_taken_and_ends(store: Any) -> None:
+    clock, thawed = Clock(), Clock()
+    first = elector(store, thawed, "a", duration=0.5)
+    await first.acquire()
+    challenger = elector(store, clock, "b", duration=0.5)
+    await challenger._try_acquire()
+    clock.now += 2
+    assert await challenger._try_acquire()
+
+    with pytest.raises(LeadershipLostError, match="now held by b"):
+        await asyncio.wait_for(first.hold(), 5)
+    with pytest.raises(LeadershipLostError):
+        first.check()
+
+
+async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a", duration=0.3)
+    await first.acquire()
+    store.refuse = ApiError(503, "Unavailable", "try again")
+    hold = asyncio.create_task(first.hold())
+    await asyncio.sleep(0.2)
+    assert not hold.done()
+
+    clock.now += 1
+    with pytest.raises(LeadershipLostError):
+        await asyncio.wait_for(hold, 5)
+
+
+async def test_term_jumps_above_a_fence_seen_elsewhere_and_stays(store: Any) -> None:
+    clock = Clock()
+    first = elector(store, clock, "a")
+    await first.acquire()
+
+    assert await first.raise_term(above=41) == 42
+    assert await first.raise_term(above=7) == 42
+    await first._renew()
+
+    assert stored(store)["metadata"]["annotations"][TERM_ANNOTATION] == "42"
+    await first.release()
+    assert await elector(store, clock, "b").acquire() == 43
+
+
+def _lease_kind() -> Any:
+    from megatron_operator.cluster.kinds import LEASE
+
+    return LEASE

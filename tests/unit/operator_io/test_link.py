@@ -1,0 +1,229 @@
+"""The control link against a real socket: reached, lost, reached again, signals and their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import zmq
+
+from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
+from megatron_operator.link.connection import CoordinatorLink, LinkTimings
+from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
+from megatron_operator.plan.world import Signal
+from megatron_runtime.wire.headers import ErrorCode
+from megatron_runtime.wire.messages import ControlAck, Disconnect
+from megatron_runtime.wire.security import KeyPair, PeerKeys
+from megatron_runtime.wire.states import CoordinatorState as WireState
+
+FAST = LinkTimings(
+    hello_retry=0.05,
+    hello_retry_max=0.2,
+    status_interval=0.2,
+    status_interval_busy=0.05,
+    answer_timeout=0.4,
+    refresh_timeout=0.4,
+)
+PAUSE = Signal(kind=SignalKind.PAUSE, operation_id="op-1", fence=3, expected_engines=1)
+
+
+class Changes:
+    """Counts `on_change`, and waits until a condition holds, looking again after each."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._event = asyncio.Event()
+
+    def __call__(self) -> None:
+        self.count += 1
+        self._event.set()
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        async with asyncio.timeout(10):
+            while not condition():
+                self._event.clear()
+                await self._event.wait()
+
+
+@pytest.fixture
+async def make_link(
+    zmq_context: zmq.Context[zmq.Socket[bytes]],
+) -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Changes]]]:
+    links: list[CoordinatorLink] = []
+
+    def make(address: str, keys: PeerKeys | None = None) -> tuple[CoordinatorLink, Changes]:
+        changes = Changes()
+        link = CoordinatorLink(zmq_context, on_change=changes, timings=FAST)
+        link.point_to(address, keys)
+        links.append(link)
+        return link, changes
+
+    yield make
+    for link in links:
+        await link.close()
+
+
+async def test_reached_coordinator_is_described_and_wakes_the_task(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    assert not link.snapshot.reachable
+    assert admin_port.address in link.snapshot.error
+
+    await changes.until(lambda: link.snapshot.reachable)
+
+    assert link.snapshot.state is CoordinatorState.RUNNING
+    assert [engine.name for engine in link.snapshot.engines] == ["demo-engine-0"]
+
+
+async def test_traffic_alone_wakes_nobody(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+    before = changes.count
+
+    admin_port.in_flight = 17
+    snapshot = await link.refresh()
+
+    assert snapshot.engines[0].in_flight == 17
+    assert changes.count == before
+
+
+async def test_refresh_is_never_older_than_the_call(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+
+    for state in (WireState.PAUSED, WireState.SUSPENDED, WireState.RUNNING):
+        admin_port.state = state
+        assert (await link.refresh()).state.value == state.value
+
+
+async def test_signal_carries_id_and_fence_once_and_its_answer_wakes(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+    admin_port.hold_acks = True
+
+    assert link.signal(PAUSE)
+    assert link.signal(PAUSE)
+    await link.refresh()
+    assert [(c.kind.name, c.operation_id, c.fence, c.expected_engines) for c in admin_port.controls] == [
+        ("PAUSE", "op-1", 3, 1)
+    ]
+
+    admin_port.answer_controls()
+    await changes.until(lambda: not link.awaits("op-1"))
+    snapshot = await link.refresh()
+    assert snapshot.operations["op-1"].outcome is OperationOutcome.CONFIRMED
+    assert snapshot.state is CoordinatorState.PAUSED
+
+
+async def test_refusal_is_an_outcome_although_the_coordinator_forgets_it(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+    admin_port.refusal = ControlAck(
+        operation_id="x",
+        ok=False,
+        state=WireState.RUNNING,
+        code=int(ErrorCode.ENGINES_MISSING),
+        error="1 expected, none registered",
+    )
+
+    link.signal(PAUSE)
+    await changes.until(lambda: "op-1" in link.snapshot.operations)
+
+    report = link.snapshot.operations["op-1"]
+    assert report.outcome is OperationOutcome.FAILED
+    assert report.code == 424
+    assert report.message == "ENGINES_MISSING: 1 expected, none registered"
+
+
+async def test_signal_without_a_connection_is_refused_not_queued(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+    admin_port.mute = True
+    await changes.until(lambda: not link.snapshot.reachable)
+
+    assert not link.signal(PAUSE)
+    admin_port.mute = False
+    await changes.until(lambda: link.snapshot.reachable)
+    await link.refresh()
+
+    assert admin_port.controls == []
+
+
+async def test_silent_coordinator_is_unreachable_and_found_again(make_link: Any, admin_port: Any) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+
+    admin_port.mute = True
+    await changes.until(lambda: not link.snapshot.reachable)
+    assert "no answer" in link.snapshot.error
+
+    admin_port.mute = False
+    await changes.until(lambda: link.snapshot.reachable)
+
+
+async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_sent_again(
+    make_link: Any, admin_port: Any
+) -> None:
+    link, changes = make_link(admin_port.address)
+    await changes.until(lambda: link.snapshot.reachable)
+    admin_port.hold_acks = True
+    link.signal(PAUSE)
+    await link.refresh()
+    first = link.snapshot.incarnation
+
+    admin_port.restart()
+    await changes.until(lambda: link.snapshot.reachable and link.snapshot.incarnation != first)
+
+    assert not link.awaits("op-1")
+    assert link.signal(PAUSE)
+    await link.refresh()
+    assert [control.operation_id for control in admin_port.controls] == ["op-1", "op-1"]
+
+
+async def test_curve_keys_open_the_port_and_wrong_ones_do_not(make_link: Any, make_admin_port: Any) -> None:
+    server, admin = KeyPair.generate(), KeyPair.generate()
+
+    def secure(socket: zmq.Socket[bytes]) -> None:
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = server.public, server.secret
+
+    port = make_admin_port(secure)
+    stranger, _ = make_link(port.address, PeerKeys(own=admin, server_public=KeyPair.generate().public))
+    plain, _ = make_link(port.address)
+    link, changes = make_link(port.address, PeerKeys(own=admin, server_public=server.public))
+
+    await changes.until(lambda: link.snapshot.reachable)
+    assert not stranger.snapshot.reachable
+    assert not plain.snapshot.reachable
+    assert len(port.known) == 1
+
+
+async def test_new_address_moves_the_link_and_close_says_goodbye(make_link: Any, make_admin_port: Any) -> None:
+    old, new = make_admin_port(), make_admin_port()
+    link, changes = make_link(old.address)
+    await changes.until(lambda: link.snapshot.reachable)
+
+    new.state = WireState.PAUSED
+    link.point_to(new.address, None)
+    assert not link.snapshot.reachable
+    await changes.until(lambda: link.snapshot.reachable)
+    assert link.snapshot.state is CoordinatorState.PAUSED
+
+    await link.close()
+    async with asyncio.timeout(5):
+        while not isinstance(new.received[-1], Disconnect):
+            new.heard.clear()
+            await new.heard.wait()
+
+
+def test_addresses() -> None:
+    assert service_address("demo", "prod", "10.96.0.7") == "tcp://10.96.0.7:5557"
+    assert service_address("demo", "prod", "fd00::7") == "tcp://[fd00::7]:5557"
+    assert service_address("demo", "prod", "") is None
+    assert template_resolver("{name}-coordinator.{namespace}.svc")("demo", "prod", "") == (
+        "tcp://demo-coordinator.prod.svc:5557"
+    )
+    assert template_resolver("127.0.0.1:7001")("demo", "prod", "10.96.0.7") == "tcp://127.0.0.1:7001"
+    with pytest.raises(AddressTemplateError, match="only"):
+        template_resolver("{nane}.svc")

@@ -1,0 +1,163 @@
+"""Writes: only the leader's, only onto what the resource owns; Events that count; keys that admit the operator."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.keys import (
+    ADMIN_SECRET,
+    KeyFormatError,
+    admin_peer_keys,
+    ensure_admin_keys,
+    new_resource_keys,
+)
+from megatron_operator.cluster.kinds import CHILD_KINDS, SERVICE, kind_of
+from megatron_operator.cluster.lease import LeadershipLostError
+from megatron_operator.cluster.projection import project_child, project_resource
+from megatron_operator.cluster.writer import NotOwnedError, Writer
+from megatron_operator.plan.world import EmitEvent
+from megatron_operator.render.keys import KEY_NAMES
+
+OWNER = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "name": "demo", "uid": "u"}
+
+
+def manifest(**labels: str) -> dict[str, Any]:
+    metadata = {"name": "demo", "namespace": "prod", "labels": labels, "ownerReferences": [OWNER]}
+    return {"apiVersion": "v1", "kind": "Service", "metadata": metadata, "spec": {"ports": []}}
+
+
+@pytest.fixture
+def counted() -> list[tuple[str, str]]:
+    return []
+
+
+@pytest.fixture
+def writer(store: Any, counted: list[tuple[str, str]]) -> Writer:
+    return Writer(store, guard=lambda: None, count=lambda verb, kind: counted.append((verb, kind)))
+
+
+async def test_absent_child_is_created_without_force_then_forced_onto_itself(store: Any, writer: Writer) -> None:
+    seen = await writer.apply_child(manifest(), owner_uid="u", known=None)
+    again = await writer.apply_child(manifest(a="b"), owner_uid="u", known=seen)
+
+    assert store.forced == [False, True]
+    assert again.uid == seen.uid
+
+
+async def test_foreign_object_is_left_alone_and_named(store: Any, writer: Writer) -> None:
+    foreign = manifest()
+    foreign["metadata"].pop("ownerReferences")
+    await store.create(SERVICE, foreign, manager="user")
+
+    with pytest.raises(NotOwnedError, match="Service demo in namespace prod exists and is not owned"):
+        await writer.apply_child(manifest(), owner_uid="u", known=None)
+    assert store.writes == [("create", "Service")]
+
+
+async def test_child_of_a_resource_that_was_made_anew_is_left_alone(store: Any, writer: Writer) -> None:
+    seen = await writer.apply_child(manifest(), owner_uid="u", known=None)
+    with pytest.raises(NotOwnedError):
+        await writer.apply_child(manifest(), owner_uid="another", known=seen)
+
+
+async def test_object_replaced_behind_our_back_is_a_conflict_not_an_overwrite(store: Any, writer: Writer) -> None:
+    seen = await writer.apply_child(manifest(), owner_uid="u", known=None)
+    await store.delete(SERVICE, "prod", "demo", uid=seen.uid)
+    await store.create(SERVICE, manifest(), manager="user")
+
+    with pytest.raises(ApiError) as refused:
+        await writer.apply_child(manifest(), owner_uid="u", known=seen)
+    assert refused.value.conflict
+
+
+async def test_who_does_not_lead_writes_nothing(store: Any) -> None:
+    def lost() -> None:
+        raise LeadershipLostError("not leading")
+
+    writer = Writer(store, guard=lost, count=lambda verb, kind: None)
+    resource = project_resource({"metadata": {"name": "demo", "namespace": "prod", "uid": "u", "resourceVersion": "1"}})
+    with pytest.raises(LeadershipLostError):
+        await writer.apply_child(manifest(), owner_uid="u", known=None)
+    with pytest.raises(LeadershipLostError):
+        await writer.apply_status(resource, {})
+    with pytest.raises(LeadershipLostError):
+        await writer.create(manifest())
+    with pytest.raises(LeadershipLostError):
+        await writer.delete_pod("p", namespace="prod", uid="1")
+    with pytest.raises(LeadershipLostError):
+        await writer.delete_child(project_child(manifest()).ref, namespace="prod", uid="1")
+    assert store.writes == []
+
+
+async def test_status_carries_the_version_and_uid_it_was_decided_from(store: Any, writer: Writer) -> None:
+    raw = {"metadata": {"name": "demo", "namespace": "prod", "uid": "u", "resourceVersion": "7"}}
+    with pytest.raises(ApiError):
+        await writer.apply_status(project_resource(raw), {"state": "Paused"})
+    store.objects["MegatronInference", "prod", "demo"] = raw
+    written = await writer.apply_status(project_resource(raw), {"state": "Paused"})
+    assert written.status == {"state": "Paused"}
+
+
+async def test_same_words_are_one_event_that_counts(store: Any) -> None:
+    recorder = Recorder(store, instance="op-1")
+    paused = EmitEvent("Normal", "Paused", "Running -> Paused: every rank confirmed")
+    for event in (paused, paused, paused, EmitEvent("Normal", "Running", "Paused -> Running")):
+        await recorder.emit(event, name="demo", namespace="prod", uid="u")
+
+    events = [obj for key, obj in store.objects.items() if key[0] == "Event"]
+    assert [(event["reason"], event.get("series", {}).get("count")) for event in events] == [
+        ("Paused", 3),
+        ("Running", None),
+    ]
+    assert events[0]["regarding"]["uid"] == "u"
+
+
+async def test_long_event_is_cut_at_a_character_and_a_failed_one_is_no_error(store: Any) -> None:
+    recorder = Recorder(store, instance="op-1")
+    await recorder.emit(EmitEvent("Warning", "Long", "é" * 900), name="demo", namespace="prod", uid="u")
+    (event,) = store.objects.values()
+    assert event["note"] == "é" * 500
+
+    store.refuse = ApiError(403, "Forbidden", "no")
+    await recorder.emit(EmitEvent("Warning", "Other", "x"), name="demo", namespace="prod", uid="u")
+
+
+async def test_admin_key_is_made_once_and_admitted_by_every_resource(store: Any, writer: Writer) -> None:
+    admin = await ensure_admin_keys(store, writer, namespace="system")
+    assert await ensure_admin_keys(store, writer, namespace="system") == admin
+    assert store.writes == [("create", "Secret")]
+
+    files = new_resource_keys(admin)
+    assert set(files) == set(KEY_NAMES)
+    secret = keys_secret(files)
+    peer = admin_peer_keys(secret, admin)
+    assert (peer.own, peer.server_public.decode()) == (admin, files["server.pub"])
+
+
+async def test_keys_that_do_not_admit_this_operator_are_named(store: Any, writer: Writer) -> None:
+    admin = await ensure_admin_keys(store, writer, namespace="system")
+    other = await ensure_admin_keys(store, writer, namespace="elsewhere")
+    with pytest.raises(KeyFormatError, match=f"restore Secret {ADMIN_SECRET}"):
+        admin_peer_keys(keys_secret(new_resource_keys(other)), admin)
+    with pytest.raises(KeyFormatError, match=r"entry server\.pub is missing"):
+        admin_peer_keys(keys_secret({"admin.pub": admin.public.decode()}), admin)
+
+
+def keys_secret(files: dict[str, str]) -> dict[str, Any]:
+    data = {name: base64.b64encode(text.encode()).decode() for name, text in files.items()}
+    return {"metadata": {"name": "demo-keys"}, "data": data}
+
+
+def test_paths_and_unknown_kinds() -> None:
+    assert kind_of("apps/v1", "Deployment").path("prod", "demo", subresource="scale") == (
+        "/apis/apps/v1/namespaces/prod/deployments/demo/scale"
+    )
+    assert SERVICE.path(None) == "/api/v1/services"
+    assert "Secret" not in {kind.kind for kind in CHILD_KINDS}
+    with pytest.raises(ValueError, match="apps/v1/DaemonSet: not known"):
+        kind_of("apps/v1", "DaemonSet")
