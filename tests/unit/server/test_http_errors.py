@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from typing import Any
 
@@ -23,73 +24,76 @@ def error_of(reply: Any) -> dict[str, Any]:
     return body["error"]
 
 
-@pytest.mark.parametrize(
-    ("fields", "param", "phrase"),
-    [
-        ({"temperature": -1}, "temperature", "greater than or equal to 0"),
-        ({"temperature": "hot"}, "temperature", "not 'hot'"),
-        ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
-        ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
-        ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
-        ({"n": 0}, "n", "greater than or equal to 1"),
-        ({"seed": 1 << 70}, "seed", "less than"),
-        ({"stream": "yes"}, "stream", "valid boolean"),
-        ({"stop": 5}, "stop", "a string or a list of strings"),
-        ({"stop": [""]}, "stop", "1 to"),
-        ({"stop": ["x"] * 100}, "stop", "at most"),
-        ({"messages": []}, "messages", "at least 1"),
-        ({"messages": "hi"}, "messages", "valid array"),
-        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'user'"),
-        ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
-        ({"model": None}, "model", "valid string"),
-        ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
-        ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
-        ({"logprobs": True}, "logprobs", "not offered"),
-        ({"top_logprobs": 3}, "top_logprobs", "not offered"),
-        ({"tools": [{"type": "function"}]}, "tools", "not offered"),
-        ({"response_format": {"type": "json_object"}}, "response_format", "not offered"),
-        ({"frequency_penalty": 0.5}, "frequency_penalty", "not offered"),
-        ({"logit_bias": {"5": 1}}, "logit_bias", "not offered"),
-        ({"temprature": 1}, "temprature", "Unrecognized request argument"),
-        ({"chat_template_kwargs": {"messages": 1}}, "messages", "set by the request itself"),
-    ],
-)
-async def test_bad_field_is_named_with_a_remedy(running: Any, fields: Any, param: str, phrase: str) -> None:
-    reply = await running.post("/v1/chat/completions", {**CHAT, **fields})
-    assert reply.status_code == 400, reply.text
-    error = error_of(reply)
-    assert (error["type"], error["param"]) == ("invalid_request_error", param)
-    assert phrase in error["message"]
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -1}, "temperature", "greater than or equal to 0"),
+    ({"temperature": "hot"}, "temperature", "not 'hot'"),
+    ({"top_p": 1.5}, "top_p", "less than or equal to 1"),
+    ({"max_tokens": 0}, "max_tokens", "greater than or equal to 1"),
+    ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
+    ({"n": 0}, "n", "greater than or equal to 1"),
+    ({"seed": 1 << 70}, "seed", "less than"),
+    ({"stream": "yes"}, "stream", "valid boolean"),
+    ({"stop": 5}, "stop", "a string or a list of strings"),
+    ({"stop": [""]}, "stop", "1 to"),
+    ({"stop": ["x"] * 100}, "stop", "at most"),
+    ({"messages": []}, "messages", "at least 1"),
+    ({"messages": "hi"}, "messages", "valid array"),
+    ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role", "'user'"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
+    ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
+    ({"model": None}, "model", "valid string"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
+    ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
+    ({"logprobs": True}, "logprobs", "not offered"),
+    ({"top_logprobs": 3}, "top_logprobs", "not offered"),
+    ({"tools": [{"type": "function"}]}, "tools", "not offered"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not offered"),
+    ({"frequency_penalty": 0.5}, "frequency_penalty", "not offered"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not offered"),
+    ({"temprature": 1}, "temprature", "Unrecognized request argument"),
+    ({"chat_template_kwargs": {"messages": 1}}, "messages", "set by the request itself"),
+]
+"""Fields of a chat request, the field that the error names, words of its message."""
+
+
+async def test_bad_field_is_named_with_a_remedy(running: Any, subtests: pytest.Subtests) -> None:
+    for fields, param, phrase in BAD_FIELDS:
+        with subtests.test(fields=fields):
+            reply = await running.post("/v1/chat/completions", {**CHAT, **fields})
+            assert reply.status_code == 400, reply.text
+            error = error_of(reply)
+            assert (error["type"], error["param"]) == ("invalid_request_error", param)
+            assert phrase in error["message"]
     assert running.backend.requests == []
 
 
-@pytest.mark.parametrize(
-    ("prompt", "phrase"),
-    [
-        ("", "it has no tokens"),
-        ([], "a string, a list of token ids"),
-        ([[]], "non-empty lists"),
-        (["a", [1]], "all prompts to be strings"),
-        ([49152], "token id 49152 is not in 0..49151"),
-        ([-1], "token id -1"),
-        ([1 << 80], "token id"),
-        (None, "a string, a list"),
-        ({"a": 1}, "a string, a list"),
-    ],
-)
-async def test_bad_prompt_is_refused(running: Any, prompt: Any, phrase: str) -> None:
-    reply = await running.post("/v1/completions", {"model": "smollm2", "prompt": prompt})
-    assert reply.status_code == 400, reply.text
-    assert error_of(reply)["param"] == "prompt"
-    assert phrase in error_of(reply)["message"]
+BAD_PROMPTS: list[tuple[Any, str]] = [
+    ("", "it has no tokens"),
+    ([], "a string, a list of token ids"),
+    ([[]], "non-empty lists"),
+    (["a", [1]], "all prompts to be strings"),
+    ([49152], "token id 49152 is not in 0..49151"),
+    ([-1], "token id -1"),
+    ([1 << 80], "token id"),
+    (None, "a string, a list"),
+    ({"a": 1}, "a string, a list"),
+]
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000])
-async def test_body_that_is_no_request_is_refused(running: Any, body: bytes) -> None:
-    for path in ("/v1/chat/completions", "/v1/completions"):
+async def test_bad_prompt_is_refused(running: Any, subtests: pytest.Subtests) -> None:
+    for prompt, phrase in BAD_PROMPTS:
+        with subtests.test(prompt=prompt):
+            reply = await running.post("/v1/completions", {"model": "smollm2", "prompt": prompt})
+            assert reply.status_code == 400, reply.text
+            assert error_of(reply)["param"] == "prompt"
+            assert phrase in error_of(reply)["message"]
+
+
+async def test_body_that_is_no_request_is_refused(running: Any) -> None:
+    bodies = [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000]
+    for path, body in itertools.product(("/v1/chat/completions", "/v1/completions"), bodies):
         reply = await running.http.post(path, content=body)
         assert reply.status_code == 400
         assert error_of(reply)["type"] == "invalid_request_error"
@@ -155,11 +159,8 @@ async def test_prompt_beyond_the_context_is_refused(start: Any) -> None:
     assert fits.json()["usage"]["completion_tokens"] == 1
 
 
+@pytest.mark.parametrize(("code", "sdk_error"), [(429, openai.RateLimitError), (504, openai.InternalServerError)])
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(
-    ("code", "sdk_error"),
-    [(429, openai.RateLimitError), (503, openai.InternalServerError), (504, openai.InternalServerError)],
-)
 async def test_refusals_keep_their_status(running: Any, code: int, sdk_error: type[Exception], stream: bool) -> None:
     running.backend.reject = RequestRejectedError(code, "the queue is full", 2.2)
     with pytest.raises(sdk_error, match="the queue is full") as caught:
