@@ -127,7 +127,8 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
     """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
     template = _template(ctx, index)
-    revision = digest(template)
+    # All engines of one spec share one revision, so it is taken from the template of the first.
+    revision = digest(template if index == 0 else _template(ctx, 0))
     template["metadata"]["labels"][LABEL_REVISION] = revision
     # The overlay's own objects may be part of the template, so containers are copied rather than changed.
     template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}

@@ -1,0 +1,181 @@
+"""The verb path planner, walked exhaustively against a coordinator that knows nothing but the protocol's table."""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, replace
+
+import pytest
+
+from megatron_operator.model.states import LEGAL_SIGNALS, CoordinatorState, DesiredState, EngineState, SignalKind
+from megatron_operator.plan.verbs import AGREEING, PATH, Reached, Send, Step, Wait, next_step
+
+C, D, E, S = CoordinatorState, DesiredState, EngineState, SignalKind
+
+MIXES = [mix for count in range(3) for mix in itertools.combinations_with_replacement(EngineState, count)]
+WORK: dict[SignalKind, tuple[EngineState, EngineState, CoordinatorState]] = {
+    S.PAUSE: (E.PAUSING, E.PAUSED, C.PAUSED),
+    S.UNPAUSE: (E.UNPAUSING, E.RUNNING, C.RUNNING),
+    S.SUSPEND: (E.SUSPENDING, E.SUSPENDED, C.SUSPENDED),
+    S.RESUME: (E.RESUMING, E.RESUMED, C.PAUSED),
+    S.STOP: (E.STOPPING, E.STOPPED, C.RUNNING),
+}
+TRANSIENT = {E.PAUSING: E.PAUSED, E.UNPAUSING: E.RUNNING, E.SUSPENDING: E.SUSPENDED, E.RESUMING: E.RESUMED}
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A coordinator with its engines, and what the planner remembers of this goal."""
+
+    coordinator: CoordinatorState
+    engines: tuple[EngineState, ...]
+    desired: DesiredState
+    drained: bool = False
+    stopped: bool = False
+    all_draining: bool = False
+
+    def plan(self) -> Step:
+        return next_step(
+            coordinator=self.coordinator,
+            engines=[(f"engine-{index}", state) for index, state in enumerate(self.engines)],
+            desired=self.desired,
+            drained=self.drained,
+            all_draining=self.all_draining,
+            stopped=self.stopped,
+        )
+
+    def receive(self, signal: SignalKind) -> Peer:
+        assert signal in LEGAL_SIGNALS[self.coordinator], f"illegal: {signal} in {self.coordinator}"
+        assert all(state in AGREEING[self.coordinator] for state in self.engines), f"{signal} between two states"
+        if signal is S.DRAIN:
+            return replace(self, drained=True, all_draining=True)
+        _, lands, state = WORK[signal]
+        engines = () if signal is S.STOP else (lands,) * len(self.engines)
+        draining = self.all_draining and signal is not S.UNPAUSE
+        return replace(
+            self,
+            coordinator=state,
+            engines=engines,
+            drained=self.drained,
+            stopped=signal is S.STOP,
+            all_draining=draining,
+        )
+
+    def settle(self) -> Peer:
+        """What happens by itself: engines finish what they began, leave, and follow their coordinator."""
+        coordinator = {C.RECOVERING: C.RUNNING, C.STOPPING: C.RUNNING}.get(self.coordinator, self.coordinator)
+        staying = (state for state in self.engines if state not in (E.STOPPING, E.STOPPED))
+        engines = tuple(TRANSIENT.get(state, state) for state in staying)
+        if engines == self.engines and coordinator is self.coordinator:
+            follow = next(iter(AGREEING[coordinator] - {E.RESUMED}))
+            engines = tuple(state if state in AGREEING[coordinator] else follow for state in engines)
+        if not engines:
+            engines = (next(iter(AGREEING[coordinator] - {E.RESUMED})),)
+        return replace(self, coordinator=coordinator, engines=engines)
+
+
+def _walk(peer: Peer, *, limit: int = 30) -> tuple[Peer, list[SignalKind]]:
+    sent: list[SignalKind] = []
+    for _ in range(limit):
+        step = peer.plan()
+        if isinstance(step, Reached):
+            return peer, sent
+        if isinstance(step, Send):
+            sent.append(step.signal)
+            peer = peer.receive(step.signal)
+        else:
+            peer = peer.settle()
+    raise AssertionError(f"{peer} never reaches its goal; sent {sent}")
+
+
+def _shortest(coordinator: CoordinatorState, goal: CoordinatorState) -> int:
+    """Signals on the shortest legal way between two coordinator states, not through STOP."""
+    queue, seen = deque([(coordinator, 0)]), {coordinator}
+    while queue:
+        state, length = queue.popleft()
+        if state is goal:
+            return length
+        for signal in LEGAL_SIGNALS[state] - {S.STOP, S.DRAIN}:
+            after = WORK[signal][2]
+            if signal is S.PAUSE and state is not C.RUNNING:
+                continue
+            if after not in seen:
+                seen.add(after)
+                queue.append((after, length + 1))
+    raise AssertionError(f"no way from {coordinator} to {goal}")
+
+
+GOAL = {D.RUNNING: C.RUNNING, D.PAUSED: C.PAUSED, D.SUSPENDED: C.SUSPENDED}
+
+
+@pytest.mark.parametrize("coordinator", CoordinatorState)
+@pytest.mark.parametrize("desired", DesiredState)
+def test_every_observation_leads_to_the_goal_by_legal_signals(
+    coordinator: CoordinatorState, desired: DesiredState
+) -> None:
+    for mix in MIXES:
+        end, sent = _walk(Peer(coordinator, mix, desired))
+        if desired is D.STOPPED:
+            assert end.stopped
+            assert sent[-1] is S.STOP
+        else:
+            assert end.coordinator is GOAL[desired]
+            assert all(state in AGREEING[end.coordinator] for state in end.engines)
+
+
+@pytest.mark.parametrize("coordinator", sorted(AGREEING))
+@pytest.mark.parametrize("desired", DesiredState)
+def test_the_way_is_a_shortest_one(coordinator: CoordinatorState, desired: DesiredState) -> None:
+    state = next(iter(AGREEING[coordinator] - {E.RESUMED}))
+    _, sent = _walk(Peer(coordinator, (state, state), desired))
+    if desired is D.STOPPED:
+        drain = [S.DRAIN, S.PAUSE] if coordinator is C.RUNNING else []
+        assert sent == [*drain, S.STOP]
+    else:
+        assert len(sent) == _shortest(coordinator, GOAL[desired])
+
+
+def test_two_changes_of_mind_at_any_step_stay_legal_and_reach_the_last_goal() -> None:
+    for coordinator, mix in itertools.product(CoordinatorState, MIXES):
+        for first, second, third in itertools.product(DesiredState, repeat=3):
+            for moment in range(4):
+                peer = Peer(coordinator, mix, first)
+                for goal in (second, third):
+                    peer = _advance(peer, moment)
+                    memory = {} if goal is peer.desired else {"drained": False, "stopped": False}
+                    peer = replace(peer, desired=goal, **memory)
+                end, _ = _walk(peer)
+                assert end.stopped if third is D.STOPPED else end.coordinator is GOAL[third]
+                if third is D.RUNNING:
+                    assert not end.all_draining
+
+
+def _advance(peer: Peer, steps: int) -> Peer:
+    for _ in range(steps):
+        step = peer.plan()
+        if isinstance(step, Send):
+            peer = peer.receive(step.signal)
+        elif isinstance(step, Wait):
+            peer = peer.settle()
+    return peer
+
+
+@pytest.mark.parametrize("coordinator", [C.RECOVERING, C.STOPPING])
+@pytest.mark.parametrize("desired", DesiredState)
+def test_nothing_is_said_to_a_coordinator_between_two_states(
+    coordinator: CoordinatorState, desired: DesiredState
+) -> None:
+    assert isinstance(Peer(coordinator, (E.RUNNING,), desired).plan(), Wait)
+
+
+def test_no_engine_cannot_pass_for_all_of_them() -> None:
+    assert isinstance(Peer(C.RUNNING, (), D.PAUSED).plan(), Wait)
+    absent = next_step(coordinator=C.RUNNING, engines=[], desired=D.PAUSED, engines_expected=False)
+    assert absent == Send(S.PAUSE)
+
+
+def test_the_table_is_complete_and_legal() -> None:
+    assert set(PATH) == set(itertools.product(AGREEING, DesiredState))
+    for (coordinator, _), signal in PATH.items():
+        assert signal is None or signal in LEGAL_SIGNALS[coordinator]
