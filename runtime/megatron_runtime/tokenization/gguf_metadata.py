@@ -1,4 +1,4 @@
-"""The key-value section of a GGUF file, and nothing after it.
+"""The key-value section of a GGUF file and, when asked for, the index of its tensors; never the tensors themselves.
 
 A server needs the vocabulary and the chat template, not the tensors; reading them this way takes milliseconds where a
 reader that makes a NumPy view per array element takes seconds. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
@@ -9,6 +9,7 @@ from __future__ import annotations
 import mmap
 import struct
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,6 +19,7 @@ SUPPORTED_VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY_DEPTH = 4
+_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 
 
 class GGUFFormatError(ValueError):
@@ -37,6 +39,31 @@ def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> di
             view.close()
 
 
+@dataclass(frozen=True, slots=True)
+class GGUFTensorInfo:
+    """Where one tensor lies. `shape` is row-major (the file's order reversed), `kind` the GGML type number."""
+
+    name: str
+    shape: tuple[int, ...]
+    kind: int
+    offset: int
+    """From the start of the file, in bytes."""
+
+
+def read_gguf_index(
+    path: Path, *, keys: Collection[str] | None = None
+) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
+    """Return metadata (as read_gguf_metadata) and the tensors of the file at `path`. Raises GGUFFormatError."""
+    with path.open("rb") as file:
+        view = _map(file, path)
+        try:
+            reader = _Reader(view, path)
+            metadata = reader.metadata(None if keys is None else {*keys, _ALIGNMENT_KEY})
+            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
+        finally:
+            view.close()
+
+
 def _map(file: BinaryIO, path: Path) -> mmap.mmap:
     try:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -49,6 +76,7 @@ class _Reader:
         self._view = view
         self._path = path
         self._at = 0
+        self._tensor_count = 0
 
     def metadata(self, keys: Collection[str] | None) -> dict[str, Any]:
         if self._view[:4] != MAGIC:
@@ -59,7 +87,7 @@ class _Reader:
             raise GGUFFormatError(
                 f"{self._path} has GGUF version {version}: versions {SUPPORTED_VERSIONS} are supported"
             )
-        _tensors, pairs = self._scalar("Q"), self._scalar("Q")
+        self._tensor_count, pairs = self._scalar("Q"), self._scalar("Q")
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
@@ -67,6 +95,16 @@ class _Reader:
             if keys is None or key in keys:
                 found[key] = value
         return found
+
+    def tensors(self, alignment: int) -> tuple[GGUFTensorInfo, ...]:
+        """The tensor index, which follows the metadata."""
+        found = []
+        for _ in range(self._tensor_count):
+            name = self._string()
+            shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))[::-1]
+            found.append((name, shape, self._scalar("I"), self._scalar("Q")))
+        start = -(-self._at // alignment) * alignment
+        return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in found)
 
     def _value(self, kind: int, *, wanted: bool, depth: int) -> Any:
         if kind in _SCALARS:
