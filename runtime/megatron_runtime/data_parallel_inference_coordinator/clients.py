@@ -1,0 +1,125 @@
+"""Clients and administrators registered now, and what each is still owed. A slow one costs nobody else anything."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import Frames
+
+if TYPE_CHECKING:
+    from megatron_runtime.data_parallel_inference_coordinator.journal import Entry
+
+OUTBOX_MESSAGES = 100_000
+"""Answers kept for a client that does not read; the one after it drops the client."""
+
+
+@dataclass(slots=True, eq=False)
+class Client:
+    """One registration.
+
+    route:     the number by which engines group partials for it.
+    open:      its open requests by uid.
+    plain_ids: uid by request number, for a plain client.
+    outbox:    messages that could not be sent yet, in order. While it is not empty, partials are not sent at all:
+               the tokens wait in the journal and go out as one.
+    behind:    partials are owed.
+    stuck_since: when sending first failed; None while it succeeds.
+    """
+
+    name: str
+    peer: PeerId
+    role: Role
+    incarnation: int
+    route: int
+    heard: float
+    plain: bool = False
+    open: dict[bytes, Entry] = field(default_factory=dict)
+    plain_ids: dict[int, bytes] = field(default_factory=dict)
+    outbox: deque[Frames] = field(default_factory=deque)
+    behind: bool = False
+    stuck_since: float | None = None
+    reachable: bool = True
+
+    @property
+    def blocked(self) -> bool:
+        return bool(self.outbox) or self.behind or not self.reachable
+
+
+class ClientRegistry:
+    def __init__(self, send: Callable[[PeerId, Frames], Sent], now: Callable[[], float]) -> None:
+        self._send = send
+        self._now = now
+        self._by_name: dict[tuple[Role, str], Client] = {}
+        self._by_peer: dict[PeerId, Client] = {}
+        self._by_route: dict[int, Client] = {}
+        self._routes = count(1)
+
+    def __iter__(self) -> Iterator[Client]:
+        return iter(list(self._by_name.values()))
+
+    def __len__(self) -> int:
+        return len(self._by_name)
+
+    def named(self, role: Role, name: str) -> Client | None:
+        return self._by_name.get((role, name))
+
+    def at(self, peer: PeerId) -> Client | None:
+        return self._by_peer.get(peer)
+
+    def routed(self, route: int) -> Client | None:
+        return self._by_route.get(route)
+
+    def add(self, name: str, peer: PeerId, role: Role, *, incarnation: int, plain: bool = False) -> Client:
+        client = Client(name, peer, role, incarnation, next(self._routes), self._now(), plain=plain)
+        self._by_name[role, name] = client
+        self._by_peer[peer] = client
+        self._by_route[client.route] = client
+        return client
+
+    def move(self, client: Client, peer: PeerId, *, incarnation: int) -> None:
+        """The client is at another connection now; what it is owed goes there."""
+        self._by_peer.pop(client.peer, None)
+        client.peer = peer
+        client.incarnation = incarnation
+        client.reachable = True
+        client.stuck_since = None
+        self._by_peer[peer] = client
+
+    def remove(self, client: Client) -> None:
+        if self._by_name.get((client.role, client.name)) is client:
+            del self._by_name[client.role, client.name]
+        if self._by_peer.get(client.peer) is client:
+            del self._by_peer[client.peer]
+        self._by_route.pop(client.route, None)
+        client.outbox.clear()
+
+    def send(self, client: Client, frames: Frames) -> None:
+        """Send now, or keep for later."""
+        if client.outbox or not client.reachable or not self.try_send(client, frames):
+            client.outbox.append(frames)
+
+    def try_send(self, client: Client, frames: Frames) -> bool:
+        """Send now or not at all."""
+        sent = self._send(client.peer, frames)
+        if sent is Sent.OK:
+            client.stuck_since = None
+            return True
+        if sent is Sent.GONE:
+            client.reachable = False
+        if client.stuck_since is None:
+            client.stuck_since = self._now()
+        return False
+
+    def flush(self, client: Client) -> bool:
+        """Send what was kept. True when nothing is left."""
+        while client.outbox:
+            if not client.reachable or not self.try_send(client, client.outbox[0]):
+                return False
+            client.outbox.popleft()
+        return client.reachable

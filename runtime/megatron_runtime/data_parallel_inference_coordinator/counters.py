@@ -1,0 +1,26 @@
+"""What the coordinator counts. Plain integers: reading them costs nothing on the request path."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Counters:
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
+    stale: int = 0
+    """Answers of engines that are not the current dispatch of their request, or not its next tokens."""
+    replays: int = 0
+    """Requests dispatched anew because their engine was lost."""
+    completed: int = 0
+    refused: int = 0
+    """Requests answered with an error by the coordinator."""
+    aborted: int = 0
+    partials: int = 0
+    engines_lost: int = 0
+
+    @property
+    def rejected_frames(self) -> int:
+        return self.rejected.total()

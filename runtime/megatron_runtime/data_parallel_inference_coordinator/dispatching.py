@@ -1,0 +1,238 @@
+"""The life of a request at the coordinator: admitted, queued, dispatched, dispatched anew, ended.
+
+An engine gets at most as many requests as it runs at once; the rest wait here, in order of arrival, so that an engine
+that joins finds work and one that leaves has little to hand over.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+
+from megatron_runtime.data_parallel_inference_coordinator import plain
+from megatron_runtime.data_parallel_inference_coordinator.clients import Client, ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
+from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.journal import Entry, Journal
+from megatron_runtime.data_parallel_inference_coordinator.routing import Router
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
+from megatron_runtime.wire.headers import ErrorCode
+from megatron_runtime.wire.messages import Abort, Dispatch, Error, Frames, MalformedMessageError, RequestMeta
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1.0
+
+
+class Dispatcher:
+    """Owns the queue and the journal.
+
+    may_dispatch: whether the coordinator's state lets requests go to engines.
+    on_lost:      called with an engine that turned out to be unreachable.
+    on_change:    called after requests were given out or ended.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        *,
+        engines: EngineRegistry,
+        clients: ClientRegistry,
+        router: Router,
+        counters: Counters,
+        send: Callable[[PeerId, Frames], Sent],
+        may_dispatch: Callable[[], bool],
+        on_lost: Callable[[Engine, str], None],
+        on_change: Callable[[], None],
+    ) -> None:
+        self.journal = Journal(limit_bytes=settings.journal_bytes)
+        self.queue: OrderedDict[bytes, Entry] = OrderedDict()
+        self._settings = settings
+        self._engines = engines
+        self._clients = clients
+        self._router = router
+        self._counters = counters
+        self._send = send
+        self._may_dispatch = may_dispatch
+        self._on_lost = on_lost
+        self._on_change = on_change
+        self._loop = asyncio.get_running_loop()
+        # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
+        self._next_dispatch_id = random.SystemRandom().getrandbits(28) << 24
+
+    # --- admission ---------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        client: Client,
+        uid: bytes,
+        meta: RequestMeta,
+        *,
+        prompt: bytes,
+        generated: bytes,
+        params: bytes,
+        plain_id: int | None = None,
+    ) -> None:
+        """Admit a request, or refuse it. A uid that is open already is the same request on another connection."""
+        known = self.journal.get(uid)
+        if known is not None:
+            self._take_over(known, client, tokens_held=len(generated) // 4)
+            return
+        now = self._loop.time()
+        deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
+        entry = Entry(uid, client, meta, prompt, params, bytearray(generated), now, deadline, plain_id=plain_id)
+        entry.forwarded = entry.tokens_so_far
+        if len(self.queue) >= self._settings.max_queued:
+            self._refuse_full(entry, f"{len(self.queue)} requests wait for an engine already")
+            return
+        if not self.journal.add(entry):
+            self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
+            return
+        client.open[uid] = entry
+        self._enqueue(entry)
+        self.pump()
+
+    def _refuse_full(self, entry: Entry, reason: str) -> None:
+        self.answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
+
+    def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
+        if entry.client is not client:
+            entry.client.open.pop(entry.uid, None)
+            entry.client = client
+            client.open[entry.uid] = entry
+        entry.forwarded = min(tokens_held, entry.tokens_so_far)
+        if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
+            client.behind = True
+
+    # --- queue and dispatch ------------------------------------------------------------------------------------
+
+    def _enqueue(self, entry: Entry, *, first: bool = False) -> None:
+        entry.engine, entry.dispatch_id = None, 0
+        self.queue[entry.uid] = entry
+        if first:
+            self.queue.move_to_end(entry.uid, last=False)
+        now = self._loop.time()
+        until = now + self._settings.max_wait_seconds
+        self._set_timer(entry, min(until, entry.deadline) if entry.deadline is not None else until)
+
+    def _set_timer(self, entry: Entry, when: float | None) -> None:
+        if entry.timer is not None:
+            entry.timer.cancel()
+        entry.timer = self._loop.call_at(when, self._expire, entry) if when is not None else None
+
+    def pump(self) -> None:
+        """Give engines what they have room for."""
+        while self.queue and self._may_dispatch():
+            candidates = self._engines.ready_for_work()
+            if not candidates:
+                break
+            self._dispatch(next(iter(self.queue.values())), candidates)
+        self._on_change()
+
+    def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
+        if entry.hashes is None:
+            entry.hashes = self._router.hashes_of(entry.prompt, candidates)
+        engine = self._router.select(candidates, entry.hashes)
+        self._next_dispatch_id += 1
+        dispatch_id = self._next_dispatch_id
+        dispatch = Dispatch(
+            dispatch_id,
+            entry.uid,
+            entry.client.route,
+            self._meta_now(entry),
+            entry.prompt,
+            bytes(entry.generated),
+            entry.params,
+        )
+        try:
+            frames = plain.submit_frames(dispatch) if engine.plain else dispatch.to_frames()
+        except MalformedMessageError as error:
+            self.fail(entry, ErrorCode.INVALID_REQUEST, f"sampling parameters: {error}")
+            return
+        sent = self._send(engine.peer, frames)
+        if sent is Sent.GONE:
+            self._on_lost(engine, "its connection is gone")
+        elif sent is Sent.FULL:
+            engine.full = True
+        else:
+            del self.queue[entry.uid]
+            entry.engine, entry.dispatch_id = engine, dispatch_id
+            entry.dispatched_bytes = len(entry.generated)
+            engine.in_flight[dispatch_id] = entry
+            self._router.assigned(engine, entry.hashes, request=entry.uid.hex())
+            self._set_timer(entry, entry.deadline)
+
+    def _meta_now(self, entry: Entry) -> RequestMeta:
+        if entry.deadline is None:
+            return entry.meta
+        left = max(0, int((entry.deadline - self._loop.time()) * 1000))
+        return RequestMeta(entry.meta.streaming, entry.meta.seed, left, False)
+
+    def release(self, engine: Engine) -> None:
+        """Queue again what `engine` had in flight, before everything that came later."""
+        entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
+        engine.in_flight.clear()
+        for entry in entries:
+            self._counters.replays += 1
+            self._enqueue(entry, first=True)
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def current(self, dispatch_id: int, uid: bytes, engine: Engine) -> Entry | None:
+        """The open request that `engine` answers, if this dispatch is its current one."""
+        entry = engine.in_flight.get(dispatch_id)
+        return entry if entry is not None and entry.uid == uid else None
+
+    def forget(self, entry: Entry) -> None:
+        """The request is over, whatever the reason. Does not pump: the caller may have more to end."""
+        self.queue.pop(entry.uid, None)
+        if entry.engine is not None:
+            entry.engine.in_flight.pop(entry.dispatch_id, None)
+        self.journal.remove(entry)
+        entry.client.open.pop(entry.uid, None)
+        if entry.plain_id is not None:
+            entry.client.plain_ids.pop(entry.plain_id, None)
+
+    def abort(self, entry: Entry) -> None:
+        """Forget a request nobody waits for, here and at its engine."""
+        self._abort_at_engine(entry)
+        self.forget(entry)
+        self._counters.aborted += 1
+
+    def abort_all(self, client: Client) -> None:
+        for entry in list(client.open.values()):
+            self.abort(entry)
+        self.pump()
+
+    def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
+        """End an open request with an error."""
+        self._abort_at_engine(entry)
+        self.forget(entry)
+        self.answer_error(entry, code, message, retry_after=retry_after)
+
+    def fail_all(self, entries: Iterable[Entry], code: ErrorCode, message: str) -> None:
+        for entry in list(entries):
+            self.fail(entry, code, message, retry_after=RETRY_AFTER_SECONDS)
+
+    def answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
+        self._counters.refused += 1
+        if entry.client.plain:
+            frames = plain.failed_reply(entry.plain_id or 0, code, message)
+        else:
+            frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
+        self._clients.send(entry.client, frames)
+
+    def _abort_at_engine(self, entry: Entry) -> None:
+        if entry.engine is not None:
+            self._send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
+
+    def _expire(self, entry: Entry) -> None:
+        entry.timer = None
+        waited = self._loop.time() - entry.arrived
+        where = "for an engine" if entry.engine is None else "to be finished"
+        self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: its time is up")
+        self.pump()

@@ -1,0 +1,154 @@
+"""The coordinator as a class to be run in a process of one's own: `DataParallelInferenceCoordinator`, one port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.settings import (
+    CoordinatorSettings,
+    PrefixCachingCoordinatorPolicy,
+    RoutingPolicy,
+    Timing,
+)
+from megatron_runtime.wire.headers import Role
+
+
+class ReadyEvent(Protocol):
+    """A threading or multiprocessing event."""
+
+    def set(self) -> None: ...
+
+
+class DataParallelInferenceCoordinator:
+    """Binds, sends its address down `pipe_connection`, waits for `data_parallel_size` engines; start() then serves.
+
+    It listens on the loopback interface only: nothing checks who connects.
+
+    data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
+    tokenizer:                 has `tokenize(text)`; needed for clients that send text.
+    inference_coordinator_port: None picks a free port.
+    deterministic_mode:        routing depends on the order of arrival alone.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
+                               routing by cached prefix.
+    schedule_output_path:      JSON file for the scheduling decisions, written by stop().
+    """
+
+    def __init__(
+        self,
+        pipe_connection: Connection | None,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+        *,
+        prefix_caching_routing_alpha: float = 0.5,
+    ) -> None:
+        prefixes = enable_prefix_caching and block_size_tokens is not None
+        policy = prefix_caching_coordinator_policy if prefixes else RoutingPolicy.LOAD_BALANCED
+        if deterministic_mode:
+            policy = RoutingPolicy.ROUND_ROBIN
+        settings = CoordinatorSettings(
+            listen="127.0.0.1",
+            client_port=inference_coordinator_port or 0,
+            single_port=True,
+            routing_policy=policy,
+            alpha=prefix_caching_routing_alpha,
+            block_size_tokens=block_size_tokens,
+            schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
+            timing=Timing(recovery=0.0),
+        )
+        self.data_parallel_size = data_parallel_size
+        self.tokenizer = tokenizer
+        self._runner = asyncio.Runner()
+        self._coordinator = self._runner.run(self._open(settings))
+        if pipe_connection is not None:
+            pipe_connection.send(self.address)
+            pipe_connection.close()
+        if data_parallel_size > 0:
+            self._runner.run(self._coordinator.wait_for_engines(data_parallel_size))
+
+    async def _open(self, settings: CoordinatorSettings) -> Coordinator:
+        coordinator = Coordinator(settings, tokenizer=self.tokenizer)
+        coordinator.start()
+        return coordinator
+
+    @property
+    def address(self) -> str:
+        return self._coordinator.transport.addresses[Role.CLIENT]
+
+    def start(self) -> None:
+        """Serve until stop() or a SHUTDOWN message."""
+        self._runner.run(self._coordinator.ended.wait())
+
+    def stop(self) -> None:
+        """Close everything. Idempotent."""
+        if not self._coordinator.ended.is_set() or self._coordinator.transport.addresses:
+            self._runner.run(self._stop())
+            self._coordinator.transport.addresses = {}
+        self._runner.close()
+
+    async def _stop(self) -> None:
+        self._coordinator.stop()
+
+    def get_next_data_parallel_rank(self) -> bytes:
+        """The identity of the next engine in turn."""
+        return self._coordinator.router.next_in_turn(self._candidates()).peer[1]
+
+    def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
+        """Block hashes of a prompt; none when prefix caching is off or the prompt is shorter than a block."""
+        tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        return self._coordinator.router.hashes_of(list(tokens), self._coordinator.engines.serving())
+
+    def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
+        """The identity of the engine for a prompt with these block hashes."""
+        return self._coordinator.router.select(self._candidates(), request_hashes).peer[1]
+
+    def _candidates(self) -> list[Engine]:
+        candidates = self._coordinator.engines.serving()
+        if not candidates:
+            raise RuntimeError("no engine is registered: start one with this coordinator's address first")
+        return candidates
+
+    @classmethod
+    def entrypoint(
+        cls,
+        pipe_connection: Connection,
+        ready_event: ReadyEvent,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+    ) -> None:
+        """Run a coordinator in this process. The address goes down the pipe before engines connect; `ready_event` is
+        set after `data_parallel_size` of them did.
+        """
+        coordinator = cls(
+            pipe_connection,
+            data_parallel_size,
+            tokenizer,
+            inference_coordinator_port,
+            deterministic_mode,
+            block_size_tokens,
+            enable_prefix_caching,
+            prefix_caching_coordinator_policy,
+            schedule_output_path,
+        )
+        try:
+            ready_event.set()
+            coordinator.start()
+        finally:
+            coordinator.stop()

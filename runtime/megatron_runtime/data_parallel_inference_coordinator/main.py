@@ -1,0 +1,78 @@
+"""`megatron coordinator`: one process, from start to the end of what is open."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry
+
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator, Tokenizer
+from megatron_runtime.data_parallel_inference_coordinator.metrics import CoordinatorMetrics
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.health import HealthServer
+from megatron_runtime.wire.headers import Role
+
+logger = logging.getLogger(__name__)
+
+DRAIN_SECONDS = 5.0
+"""After SIGTERM, the time for open requests to end. What is left is submitted again by its clients."""
+
+OnBound = Callable[[dict[Role, str]], None]
+
+
+def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None) -> None:
+    """Serve until SIGTERM or SIGINT.
+
+    Raises BindError when a port is taken, KeyFileError when a key is missing.
+    """
+    asyncio.run(serve(settings, tokenizer=tokenizer, on_bound=on_bound))
+
+
+async def serve(
+    settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on_bound: OnBound | None = None
+) -> None:
+    coordinator = Coordinator(settings, tokenizer=tokenizer, on_bound=on_bound)
+    loop = asyncio.get_running_loop()
+    leave = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, leave.set)
+    health = _health_server(settings, coordinator)
+    coordinator.start()
+    for role, address in coordinator.transport.addresses.items():
+        logger.info("%s port: %s", role.name.lower(), address)
+    try:
+        if health is not None:
+            await health.start()
+        await _first(leave, coordinator.ended)
+        if leave.is_set():
+            await coordinator.drain(seconds=DRAIN_SECONDS)
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+        coordinator.stop()
+        if health is not None:
+            await health.stop()
+
+
+def _health_server(settings: CoordinatorSettings, coordinator: Coordinator) -> HealthServer | None:
+    if settings.health_port is None:
+        return None
+    registry = CollectorRegistry()
+    registry.register(CoordinatorMetrics(coordinator))
+    return HealthServer(
+        missing=lambda: [] if coordinator.transport.addresses else ["bound sockets"],
+        registry=registry,
+        port=settings.health_port,
+    )
+
+
+async def _first(*events: asyncio.Event) -> None:
+    waiting = [asyncio.create_task(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in waiting:
+            task.cancel()

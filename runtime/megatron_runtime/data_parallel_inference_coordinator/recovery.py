@@ -1,0 +1,101 @@
+"""A coordinator that comes back takes state, epoch and fence from the engines that outlived the one before."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
+from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
+from megatron_runtime.wire.messages import Hello
+from megatron_runtime.wire.states import CoordinatorState, EngineState
+
+logger = logging.getLogger(__name__)
+
+_AS_COORDINATOR: dict[EngineState, CoordinatorState] = {
+    EngineState.RUNNING: CoordinatorState.RUNNING,
+    EngineState.UNPAUSING: CoordinatorState.PAUSED,
+    EngineState.PAUSING: CoordinatorState.PAUSED,
+    EngineState.PAUSED: CoordinatorState.PAUSED,
+    EngineState.RESUMING: CoordinatorState.SUSPENDED,
+    EngineState.RESUMED: CoordinatorState.PAUSED,
+    EngineState.SUSPENDING: CoordinatorState.SUSPENDED,
+    EngineState.SUSPENDED: CoordinatorState.SUSPENDED,
+}
+_DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, CoordinatorState.SUSPENDED: 2}
+
+
+class Recovery:
+    """on_end: called once, when the state is known."""
+
+    def __init__(self, verbs: Verbs, timing: Timing, *, on_end: Callable[[], None]) -> None:
+        self._verbs = verbs
+        self._timing = timing
+        self._on_end = on_end
+        self._adopted: CoordinatorState | None = None
+        self._unregistered: set[PeerId] = set()
+        self._settled = False
+        self._timers: list[asyncio.TimerHandle] = []
+
+    @property
+    def under_way(self) -> bool:
+        return self._verbs.state is CoordinatorState.RECOVERING
+
+    def start(self) -> None:
+        if not self.under_way:
+            return
+        loop = asyncio.get_running_loop()
+        settle = min(self._timing.recovery_settle, self._timing.recovery)
+        self._timers = [
+            loop.call_later(settle, self._settle),
+            loop.call_later(self._timing.recovery, self._end),
+        ]
+
+    def stop(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
+
+    def heard_of(self, peer: PeerId) -> None:
+        """An engine that is not registered spoke: it is waited for."""
+        if self.under_way:
+            self._unregistered.add(peer)
+
+    def registered(self, engine: Engine, hello: Hello, *, survivor: bool) -> None:
+        """An engine said HELLO. `survivor`: it served before this coordinator knew it."""
+        self._unregistered.discard(engine.peer)
+        self._verbs.see_fence(hello.fence)
+        state = _AS_COORDINATOR.get(hello.state) if hello.state is not None else None
+        if survivor and state is not None:
+            self._adopt(state, hello.epoch)
+        if self.under_way:
+            self._end_if_complete()
+
+    def _adopt(self, state: CoordinatorState, epoch: int) -> None:
+        if self.under_way:
+            if self._adopted is None or _DISTANCE[state] > _DISTANCE[self._adopted]:
+                self._adopted = state
+            self._verbs.epoch = max(self._verbs.epoch, epoch)
+        elif not self._verbs.settled and self._adopted is None:
+            # Nobody was heard of in time, nothing has happened since: the first engine that outlived knows better.
+            self._adopted = state
+            self._verbs.epoch = max(self._verbs.epoch, epoch)
+            self._verbs.state = state
+
+    def _settle(self) -> None:
+        self._settled = True
+        self._end_if_complete()
+
+    def _end_if_complete(self) -> None:
+        if self._settled and not self._unregistered:
+            self._end()
+
+    def _end(self) -> None:
+        if not self.under_way:
+            return
+        self.stop()
+        self._verbs.state = self._adopted or CoordinatorState.RUNNING
+        logger.info("recovered: state %s, epoch %d", self._verbs.state.value, self._verbs.epoch)
+        self._on_end()

@@ -1,0 +1,115 @@
+"""The coordinator's ROUTER sockets: bind, receive, send without ever blocking. It knows ports, not peers."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import TypeAlias
+
+import zmq
+
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.wire import limits
+from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import Frames
+from megatron_runtime.wire.security import Gatekeeper, ServerKeys
+
+SHARED_PORT = 3
+"""Port number of the one-port mode; the others are the values of Role."""
+
+PeerId: TypeAlias = tuple[int, bytes]
+"""Port and routing id: one connection."""
+
+OnMessage: TypeAlias = Callable[[PeerId, list[bytes]], None]
+
+_CLIENT_SEND_MARK = 10_000
+_CLOSE_LINGER_MS = 1000
+
+
+class Sent(Enum):
+    OK = auto()
+    FULL = auto()
+    """The peer reads too slowly; nothing was sent."""
+    GONE = auto()
+    """There is no such connection any more."""
+
+
+class BindError(OSError):
+    """A port could not be bound. Names the address and the remedy."""
+
+
+class Transport:
+    """addresses: after start(), the bound address of each role."""
+
+    def __init__(self, settings: CoordinatorSettings, on_message: OnMessage) -> None:
+        self.addresses: dict[Role, str] = {}
+        self.gatekeeper: Gatekeeper | None = None
+        self._settings = settings
+        self._on_message = on_message
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._sockets: dict[int, EventSocket] = {}
+        self._keys = ServerKeys.load(settings.keys_dir) if settings.keys_dir is not None else None
+
+    @property
+    def handler_errors(self) -> int:
+        return sum(socket.handler_errors for socket in self._sockets.values())
+
+    def start(self) -> None:
+        """Bind. With keys the gatekeeper runs first: no connection is made unchecked."""
+        if self._keys is not None:
+            self.gatekeeper = Gatekeeper(self._context, self._keys)
+            self.gatekeeper.start()
+        settings = self._settings
+        if settings.single_port:
+            address = self._bind(SHARED_PORT, settings.client_port)
+            self.addresses = dict.fromkeys(Role, address)
+            return
+        ports = {Role.CLIENT: settings.client_port, Role.ENGINE: settings.engine_port, Role.ADMIN: settings.admin_port}
+        for role, port in ports.items():
+            self.addresses[role] = self._bind(int(role), port)
+
+    def stop(self) -> None:
+        """Close all sockets; what was sent goes out within a second. Idempotent."""
+        for socket in self._sockets.values():
+            socket.close(linger_ms=_CLOSE_LINGER_MS)
+        if self.gatekeeper is not None:
+            self.gatekeeper.stop()
+            self.gatekeeper = None
+        self._context.term()
+
+    def send(self, peer: PeerId, frames: Frames) -> Sent:
+        port, routing_id = peer
+        try:
+            return Sent.OK if self._sockets[port].send([routing_id, *frames]) else Sent.FULL
+        except zmq.ZMQError as error:
+            if error.errno == errno.EHOSTUNREACH:
+                return Sent.GONE
+            raise
+
+    def _bind(self, port: int, number: int) -> str:
+        socket = self._context.socket(zmq.ROUTER)
+        serves_clients = port in (SHARED_PORT, Role.CLIENT)
+        limit = limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
+        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
+        socket.setsockopt(zmq.SNDHWM, _CLIENT_SEND_MARK if serves_clients else 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.MAXMSGSIZE, limit)
+        if self._keys is not None:
+            self._keys.apply(socket, Role.CLIENT if port == SHARED_PORT else Role(port))
+        address = f"tcp://{self._settings.listen}:{number or '*'}"
+        try:
+            socket.bind(address)
+        except zmq.ZMQError as error:
+            socket.close(linger=0)
+            raise BindError(error.errno, f"cannot bind {address} ({error.strerror}): choose another port") from error
+        event_socket = EventSocket(socket, lambda frames: self._receive(port, frames))
+        self._sockets[port] = event_socket
+        event_socket.start()
+        endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
+        return endpoint.rstrip(b"\0").decode()
+
+    def _receive(self, port: int, frames: list[bytes]) -> None:
+        self._on_message((port, frames[0]), frames[1:])

@@ -1,0 +1,391 @@
+"""Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from megatron_runtime.data_parallel_inference_coordinator.clients import Client
+from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
+from megatron_runtime.wire.headers import SIGNALS, ErrorCode, Header
+from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit, EngineOutcome, Frames, Operation, pack
+from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
+
+logger = logging.getLogger(__name__)
+
+REMEMBERED_OPERATIONS = 64
+
+_EVERYWHERE_SETTLED = frozenset({CoordinatorState.RUNNING, CoordinatorState.PAUSED, CoordinatorState.SUSPENDED})
+LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
+    **{signal: transition.legal_from | transition.idempotent_in for signal, transition in TRANSITIONS.items()},
+    Header.DRAIN: frozenset({CoordinatorState.RUNNING}),
+    Header.SET_GENERATION_EPOCH: _EVERYWHERE_SETTLED,
+}
+"""Where each control message is accepted; what stands in no row is refused."""
+
+
+class Surroundings(Protocol):
+    """What an operation does to the rest of the coordinator."""
+
+    def evict(self, engine: Engine, reason: str) -> None: ...
+
+    def stop_requests(self) -> None:
+        """Answer everything open with 503."""
+
+    def welcome(self, engine: Engine) -> None:
+        """Tell an engine the state of this moment."""
+
+    def pump(self) -> None: ...
+
+
+@dataclass(slots=True, eq=False)
+class PendingOperation:
+    """An operation whose acknowledgements are being collected.
+
+    askers:  who gets the answer; a second sender of the same id joins.
+    waiting: engines that have not answered.
+    """
+
+    control: Control
+    operation_id: str
+    askers: list[Client]
+    waiting: dict[str, Engine] = field(default_factory=dict)
+    asked: list[Engine] = field(default_factory=list)
+    succeeded: list[Engine] = field(default_factory=list)
+    outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
+    evicted: list[str] = field(default_factory=list)
+    total_ranks: int = 0
+    timer: asyncio.TimerHandle | None = None
+
+
+class Verbs:
+    """The coordinator's state, epoch and fence, and the operations that change them."""
+
+    def __init__(
+        self,
+        engines: EngineRegistry,
+        *,
+        send: Callable[[PeerId, Frames], Sent],
+        answer: Callable[[Client, ControlAck, Control], None],
+        surroundings: Surroundings,
+        state: CoordinatorState,
+    ) -> None:
+        self.state = state
+        self.epoch = 0
+        self.fence = 0
+        self.current: PendingOperation | None = None
+        self.drained_all = False
+        """Nothing is dispatched to anyone: all engines were drained, and no UNPAUSE or STOP has come since."""
+        self.settled = False
+        """An operation was begun in this process: engines that come later take the state from here."""
+        self._engines = engines
+        self._send = send
+        self._answer = answer
+        self._surroundings = surroundings
+        self._answers: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
+
+    # --- what others ask ----------------------------------------------------------------------------------------
+
+    @property
+    def may_dispatch(self) -> bool:
+        if self.state is not CoordinatorState.RUNNING or self.drained_all:
+            return False
+        return self.current is None or self.current.control.kind is not Header.PAUSE
+
+    @property
+    def holds(self) -> bool:
+        """Whether engines are stopped on purpose, or are about to be: new requests wait or are rejected."""
+        return self.state in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED) or (
+            self.current is not None and self.current.control.kind is Header.PAUSE
+        )
+
+    @property
+    def target_state(self) -> CoordinatorState:
+        """What an engine that joins now has to enter: the state after the operation under way."""
+        if self.current is not None and self.current.control.kind in SIGNALS:
+            return TRANSITIONS[self.current.control.kind].coordinator_after
+        return self.state
+
+    def operations(self) -> list[Operation]:
+        known = [_describe(control, ack) for control, ack in self._answers.values()]
+        if self.current is not None:
+            known.append(_in_progress(self.current))
+        return known
+
+    def see_fence(self, fence: int) -> None:
+        self.fence = max(self.fence, fence)
+
+    # --- a control message arrives ------------------------------------------------------------------------------
+
+    def handle(self, control: Control, asker: Client) -> None:
+        operation_id = control.operation_id or uuid.uuid4().hex
+        if self.current is not None and self.current.operation_id == operation_id:
+            if asker not in self.current.askers:
+                self.current.askers.append(asker)
+            return
+        if operation_id in self._answers:
+            self._answer(asker, self._answers[operation_id][1], control)
+            return
+        refusal = self._refusal(control)
+        if refusal is not None:
+            code, message = refusal
+            self._answer(asker, self._refused(operation_id, code, message), control)
+            return
+        self.see_fence(control.fence or 0)
+        operation = PendingOperation(control, operation_id, [asker])
+        transition = TRANSITIONS.get(control.kind)
+        if transition is not None and self.state in transition.idempotent_in:
+            self._conclude(operation, ControlAck(operation_id=operation_id, ok=True, state=self.state))
+            return
+        self._start(operation)
+
+    def _refusal(self, control: Control) -> tuple[ErrorCode, str] | None:
+        """The first reason why `control` is not begun."""
+        name = control.kind.name
+        if control.fence is not None and control.fence < self.fence:
+            return ErrorCode.STALE_FENCE, f"fence {control.fence} is lower than {self.fence}, seen before"
+        if self.current is not None:
+            busy = f"{self.current.control.kind.name} {self.current.operation_id}"
+            return ErrorCode.IN_PROGRESS, f"{busy} is under way: try again when it has ended"
+        if control.kind not in LEGAL_STATES:
+            return ErrorCode.INVALID_REQUEST, f"this coordinator does not take {name}"
+        if self.state not in LEGAL_STATES[control.kind]:
+            return ErrorCode.ILLEGAL_SIGNAL, f"{name} is not legal in state {self.state.value}"
+        serving = sorted(engine.name for engine in self._engines.serving())
+        if control.expected_engines is not None and len(serving) < control.expected_engines:
+            have = ", ".join(serving) or "none"
+            return ErrorCode.ENGINES_MISSING, f"{name} expects {control.expected_engines} engines; serving: {have}"
+        if control.kind is Header.DRAIN and control.engine is not None and self._engines.named(control.engine) is None:
+            have = ", ".join(serving) or "none"
+            return ErrorCode.INVALID_REQUEST, f"DRAIN: no engine {control.engine!r} is registered; serving: {have}"
+        return None
+
+    def _refused(self, operation_id: str, code: ErrorCode, message: str) -> ControlAck:
+        fence = self.fence if code is ErrorCode.STALE_FENCE else None
+        return ControlAck(
+            operation_id=operation_id, ok=False, state=self.state, code=int(code), error=message, fence=fence
+        )
+
+    # --- the two phases -----------------------------------------------------------------------------------------
+
+    def _start(self, operation: PendingOperation) -> None:
+        self.current = operation
+        self.settled = True
+        loop = asyncio.get_running_loop()
+        operation.timer = loop.call_later(operation.control.timeout_seconds, self._deadline, operation)
+        if operation.control.kind is Header.DRAIN:
+            self._start_drain(operation)
+            return
+        signal = operation.control.model_copy(update={"operation_id": operation.operation_id})
+        for engine in self._engines.serving():
+            operation.asked.append(engine)
+            operation.total_ranks += engine.ranks
+            if engine.plain:
+                self._send(engine.peer, _plain_signal(signal))
+                self._succeed(operation, engine, ranks=engine.ranks)
+            else:
+                operation.waiting[engine.name] = engine
+        for engine in list(operation.waiting.values()):
+            if self._send(engine.peer, signal.to_frames()) is Sent.GONE:
+                self._surroundings.evict(engine, "its connection is gone")
+        self._finish_if_complete(operation)
+
+    def _start_drain(self, operation: PendingOperation) -> None:
+        name = operation.control.engine
+        for engine in self._engines:
+            if name is None or engine.name == name:
+                engine.draining = True
+                operation.asked.append(engine)
+                operation.total_ranks += engine.ranks
+                operation.waiting[engine.name] = engine
+        if name is None:
+            self.drained_all = True
+        self.check_drained()
+
+    def check_drained(self) -> None:
+        """Called whenever an engine may have become idle."""
+        operation = self.current
+        if operation is None or operation.control.kind is not Header.DRAIN:
+            return
+        for engine in list(operation.waiting.values()):
+            if not engine.in_flight:
+                self._succeed(operation, engine, ranks=engine.ranks)
+        self._finish_if_complete(operation)
+
+    def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
+        """An engine answers. False when nobody waits for this answer."""
+        operation = self.current
+        if operation is None or operation.operation_id != ack.operation_id:
+            return False
+        if operation.waiting.get(engine.name) is not engine or operation.control.kind is Header.DRAIN:
+            return False
+        if ack.ok:
+            self._succeed(operation, engine, ranks=ack.ranks)
+        else:
+            self._fail_engine(operation, engine, ack.error or "failed")
+        self._finish_if_complete(operation)
+        return True
+
+    def engine_lost(self, engine: Engine, reason: str) -> None:
+        """An engine left the registry: it is not waited for."""
+        operation = self.current
+        if operation is None or operation.waiting.get(engine.name) is not engine:
+            return
+        del operation.waiting[engine.name]
+        operation.outcomes[engine.name] = EngineOutcome(ok=False, error=f"lost: {reason}")
+        self._finish_if_complete(operation)
+
+    def _succeed(self, operation: PendingOperation, engine: Engine, *, ranks: int) -> None:
+        operation.waiting.pop(engine.name, None)
+        operation.outcomes[engine.name] = EngineOutcome(ok=True, ranks=ranks)
+        operation.succeeded.append(engine)
+
+    def _fail_engine(self, operation: PendingOperation, engine: Engine, reason: str) -> None:
+        del operation.waiting[engine.name]
+        operation.outcomes[engine.name] = EngineOutcome(ok=False, error=reason)
+        operation.evicted.append(engine.name)
+        self._surroundings.evict(engine, reason)
+
+    def _deadline(self, operation: PendingOperation) -> None:
+        operation.timer = None
+        seconds = operation.control.timeout_seconds
+        if operation.control.kind is Header.DRAIN:
+            busy = {name: len(engine.in_flight) for name, engine in operation.waiting.items()}
+            for name, number in busy.items():
+                operation.outcomes[name] = EngineOutcome(ok=False, error=f"{number} requests in flight")
+            message = f"not idle within {seconds:g} s: " + ", ".join(f"{name} ({n})" for name, n in busy.items())
+            self._fail(operation, ErrorCode.DEADLINE, message)
+            return
+        for engine in list(operation.waiting.values()):
+            self._fail_engine(operation, engine, f"no answer within {seconds:g} s")
+        self._finish_if_complete(operation)
+
+    def _finish_if_complete(self, operation: PendingOperation) -> None:
+        if operation.waiting or self.current is not operation:
+            return
+        if operation.asked and not operation.succeeded:
+            details = "; ".join(f"{name}: {outcome.error}" for name, outcome in operation.outcomes.items())
+            self._fail(operation, ErrorCode.ENGINE_FAILED, f"no engine succeeded: {details}")
+        else:
+            self._commit(operation)
+
+    def _commit(self, operation: PendingOperation) -> None:
+        kind, epoch = operation.control.kind, operation.control.epoch
+        transition = TRANSITIONS.get(kind)
+        if kind is not Header.DRAIN:
+            lands_in = transition.lands_in if transition is not None else None
+            commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
+            for engine in operation.succeeded:
+                self._commit_engine(engine, commit)
+        if kind is Header.SET_GENERATION_EPOCH and epoch is not None:
+            self.epoch = epoch
+        if transition is not None:
+            self.state = transition.coordinator_after
+        if kind in (Header.UNPAUSE, Header.STOP):
+            self._undrain()
+        if kind is Header.STOP:
+            self._surroundings.stop_requests()
+        self._conclude(
+            operation,
+            ControlAck(
+                operation_id=operation.operation_id,
+                ok=True,
+                state=self.state,
+                ranks=_confirmed_ranks(operation),
+                total_ranks=operation.total_ranks,
+                engines=operation.outcomes,
+                evicted=operation.evicted,
+            ),
+        )
+
+    def _commit_engine(self, engine: Engine, commit: ControlCommit) -> None:
+        if not self._engines.is_registered(engine):
+            return
+        if not engine.plain:
+            self._send(engine.peer, commit.to_frames())
+        if commit.state is not None:
+            engine.state = commit.state
+        if commit.epoch is not None:
+            engine.epoch = commit.epoch
+        if commit.signal is Header.STOP:
+            engine.serving = False
+
+    def _undrain(self) -> None:
+        if self.drained_all:
+            self.drained_all = False
+            for engine in self._engines:
+                engine.draining = False
+
+    def _fail(self, operation: PendingOperation, code: ErrorCode, message: str) -> None:
+        self._conclude(
+            operation,
+            ControlAck(
+                operation_id=operation.operation_id,
+                ok=False,
+                state=self.state,
+                ranks=_confirmed_ranks(operation),
+                total_ranks=operation.total_ranks,
+                engines=operation.outcomes,
+                evicted=operation.evicted,
+                code=int(code),
+                error=f"{operation.control.kind.name}: {message}",
+            ),
+        )
+
+    def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
+        """Remember the answer, give it, and let the others go on."""
+        if operation.timer is not None:
+            operation.timer.cancel()
+        if self.current is operation:
+            self.current = None
+        self._answers[operation.operation_id] = (operation.control, ack)
+        while len(self._answers) > REMEMBERED_OPERATIONS:
+            self._answers.popitem(last=False)
+        for asker in operation.askers:
+            self._answer(asker, ack, operation.control)
+        for engine in self._engines:
+            if engine.entered_during == operation.operation_id:
+                engine.entered_during = None
+                self._surroundings.welcome(engine)
+        self._surroundings.pump()
+
+
+def _plain_signal(control: Control) -> Frames:
+    items = [int(control.kind)]
+    if control.kind is Header.SET_GENERATION_EPOCH and control.epoch is not None:
+        items.append(control.epoch)
+    return [pack(items)]
+
+
+def _confirmed_ranks(operation: PendingOperation) -> int:
+    return sum(outcome.ranks for outcome in operation.outcomes.values() if outcome.ok)
+
+
+def _describe(control: Control, ack: ControlAck) -> Operation:
+    return Operation(
+        operation_id=ack.operation_id,
+        signal=control.kind,
+        phase="Confirmed" if ack.ok else "Failed",
+        ranks=ack.ranks,
+        total_ranks=ack.total_ranks,
+        evicted=ack.evicted,
+        code=ack.code,
+        error=ack.error,
+    )
+
+
+def _in_progress(operation: PendingOperation) -> Operation:
+    return Operation(
+        operation_id=operation.operation_id,
+        signal=operation.control.kind,
+        phase="InProgress",
+        ranks=_confirmed_ranks(operation),
+        total_ranks=operation.total_ranks,
+        evicted=operation.evicted,
+    )

@@ -1,0 +1,83 @@
+"""Block hashes of a prompt: equal prefixes have equal hashes, on the coordinator and on every engine. No torch.
+
+Two forms. SHA-256 is what engines and coordinator use: colliding prompts cannot be constructed. The polynomial is the
+one that `compute_block_hashes_batched` documents; its collisions are easy to make, so it must not decide whose cache
+is reused.
+
+SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); d(i) = SHA-256(d(i-1) + tokens of block i as
+             little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
+polynomial:  P = 2**61 - 1; w(j) = 31**j in wrapping int64, modulo P; T(i) = sum of token * w in wrapping int64, modulo
+             P; h(-1) = 0; hash(i) = (h(i-1) * 31 + T(i)) modulo P, plus 1.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import StrEnum
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+HASH_PRIME = (1 << 61) - 1
+HASH_BASE = 31
+_SHA_MODULUS = (1 << 63) - 1
+
+
+class HashForm(StrEnum):
+    SHA256 = "sha256"
+    POLYNOMIAL = "polynomial"
+
+
+def block_hashes(
+    tokens: Sequence[int] | npt.NDArray[Any],
+    block_size: int,
+    *,
+    form: HashForm = HashForm.SHA256,
+    salt: bytes = b"",
+) -> list[int]:
+    """One positive hash per complete block of `tokens`, shape [n], each covering its block and all before it.
+
+    salt: separates tenants; only the SHA-256 form takes one.
+    """
+    if block_size < 1:
+        raise ValueError(f"block_size {block_size}: want at least 1")
+    array = np.asarray(tokens, dtype=np.int64)
+    blocks = array[: len(array) // block_size * block_size].reshape(-1, block_size)
+    if form is HashForm.SHA256:
+        return _sha256(blocks, salt)
+    if salt:
+        raise ValueError("the polynomial form takes no salt: use HashForm.SHA256")
+    return _polynomial(blocks)
+
+
+def _sha256(blocks: npt.NDArray[np.int64], salt: bytes) -> list[int]:
+    digest = hashlib.sha256(salt).digest() if salt else bytes(32)
+    data = memoryview(np.ascontiguousarray(blocks, dtype="<i8").reshape(-1).view(np.uint8))  # type: ignore[arg-type]
+    width = blocks.shape[1] * 8
+    hashes = []
+    for start in range(0, len(data), width):
+        chain = hashlib.sha256(digest)
+        chain.update(data[start : start + width])
+        digest = chain.digest()
+        hashes.append(int.from_bytes(digest[:8], "little") % _SHA_MODULUS + 1)
+    return hashes
+
+
+def _polynomial(blocks: npt.NDArray[np.int64]) -> list[int]:
+    sums = (blocks * _powers(blocks.shape[1])).sum(axis=1, dtype=np.int64) % HASH_PRIME
+    hashes = []
+    parent = 0
+    for block in sums.tolist():
+        parent = (parent * HASH_BASE + block) % HASH_PRIME + 1
+        hashes.append(parent)
+    return hashes
+
+
+@lru_cache(maxsize=8)
+def _powers(block_size: int) -> npt.NDArray[np.int64]:
+    wrapped = np.full(block_size, HASH_BASE, dtype=np.int64)
+    wrapped[0] = 1
+    return np.cumprod(wrapped, dtype=np.int64) % HASH_PRIME
