@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from localcluster import processes
+from localcluster import images, processes
 from localcluster.cluster import LocalCluster
 from localcluster.errors import ClusterError
 from localcluster.settings import Options
@@ -49,13 +49,16 @@ def up(
     name: str,
     root: Path | None,
     control_plane_only: bool,
+    with_images: bool,
     api_port: int | None,
     pod_subnet: str | None,
     service_subnet: str | None,
 ) -> None:
     """Start the cluster, or heal it: what runs is left alone."""
     options = Options(api_port, pod_subnet, service_subnet)
-    LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up()
+    LocalCluster(name=name, control_plane_only=control_plane_only, options=options, root=root).up(
+        with_images=with_images
+    )
 
 
 @main.command()
@@ -97,6 +100,22 @@ def logs(name: str, root: Path | None, component: str | None, follow: bool) -> N
     if not path.exists():
         raise ClusterError(f"no log of {component!r}; `python -m localcluster logs` names them")
     sys.exit(subprocess.call(["tail", "-n", "200", *(["-F"] if follow else []), str(path)]))
+
+
+@main.command("build-images")
+@_cluster_options
+@click.argument("targets", nargs=-1, type=click.Choice(list(images.TARGETS)))
+def build_images(name: str, root: Path | None, targets: tuple[str, ...]) -> None:
+    """Build the project's images (all, or TARGETS) where something changed, and load them into a running node."""
+    LocalCluster(name=name, root=root).build_images(targets or tuple(images.TARGETS))
+
+
+@main.command("load-image")
+@_cluster_options
+@click.argument("reference")
+def load_image(name: str, root: Path | None, reference: str) -> None:
+    """Make image REFERENCE of the build store available to pods."""
+    LocalCluster(name=name, root=root).load_image(reference)
 
 
 @main.command("program")

@@ -7,11 +7,27 @@ import fcntl
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from localcluster import components, controlplane, machine, node, packages, ports, probe, processes, programs, sweep
+from localcluster import (
+    components,
+    controlplane,
+    images,
+    loading,
+    machine,
+    node,
+    packages,
+    ports,
+    probe,
+    processes,
+    programs,
+    runtime,
+    store,
+    sweep,
+)
 from localcluster import settings as config
 from localcluster.errors import ClusterError
 from localcluster.progress import Steps
@@ -75,12 +91,32 @@ class LocalCluster:
             raise ClusterError(f"cluster {self.name!r} is not up: run `python -m localcluster up --name {self.name}`")
         return settings
 
-    def up(self) -> None:
-        """Brings the cluster up from whatever is there: nothing, a half, a killed one, a running one."""
+    def up(self, *, with_images: bool = False) -> None:
+        """Brings the cluster up from whatever is there: nothing, a half, a killed one, a running one.
+
+        Args:
+            with_images: also build the project's images, beside the programs, and load them; and build helm.
+        """
+        if with_images and self.control_plane_only:
+            raise ClusterError("a control plane runs no pods, so it takes no images: leave out one of the two options")
         steps = self._steps
         self._preflight()
-        packages.ensure(packages.CONTROL_PLANE if self.control_plane_only else packages.NODE, steps)
-        built = programs.ensure(programs.CONTROL_PLANE if self.control_plane_only else programs.NODE, steps)
+        needed = packages.CONTROL_PLANE if self.control_plane_only else packages.NODE
+        packages.ensure((*needed, *packages.IMAGES) if with_images else needed, steps)
+        wanted = programs.CONTROL_PLANE if self.control_plane_only else programs.NODE
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            # The image build waits for downloads and disk where the compiler waits for the processor.
+            building = pool.submit(images.build, tuple(images.TARGETS), steps) if with_images else None
+            built = programs.ensure((*wanted, "helm") if with_images else wanted, steps)
+            self._start(built)
+            for image in building.result() if building else []:
+                loading.load(image, self.layout, steps)
+        if with_images:
+            self._link(built, "helm")
+        steps.say(f"cluster {self.name!r} is up: export KUBECONFIG={self.kubeconfig}")
+
+    def _start(self, built: Path) -> None:
+        steps = self._steps
         with self._locked():
             settings = self._settle()
             if not self.control_plane_only:
@@ -93,7 +129,21 @@ class LocalCluster:
             controlplane.up(settings, self.layout, built, steps)
             if not self.control_plane_only:
                 node.up(settings, self.layout, built, steps)
-        steps.say(f"cluster {self.name!r} is up: export KUBECONFIG={self.kubeconfig}")
+
+    def build_images(self, targets: Sequence[str] = tuple(images.TARGETS)) -> None:
+        """Builds the project's images where their inputs changed, and loads them if the node is up."""
+        for image in images.build(targets, self._steps):
+            if runtime.is_up(self.layout):
+                loading.load(image, self.layout, self._steps)
+
+    def load_image(self, reference: str) -> None:
+        """Makes an image of the launcher's store available to pods."""
+        image = store.find(reference)
+        if image is None:
+            raise ClusterError(f"image {reference!r} is not in the store: run `python -m localcluster build-images`")
+        if not runtime.is_up(self.layout):
+            raise ClusterError(f"cluster {self.name!r} has no running node to load into: run `up` first")
+        loading.load(image, self.layout, self._steps)
 
     def down(self, *, purge: bool = False) -> None:
         """Removes the cluster and every trace on the machine; with `purge`, also its images and logs."""

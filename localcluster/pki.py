@@ -35,6 +35,7 @@ def identities(settings: Settings) -> list[Identity]:
         ),
         Identity("admin", "/O=system:masters/CN=admin"),
         Identity("apiserver-kubelet-client", "/O=system:masters/CN=kube-apiserver-kubelet-client"),
+        Identity("front-proxy-client", "/CN=front-proxy-client"),
         Identity("controller-manager", "/CN=system:kube-controller-manager"),
         Identity("scheduler", "/CN=system:kube-scheduler"),
         Identity("kubelet", f"/O=system:nodes/CN=system:node:{node}", (f"DNS:{node}", f"IP:{settings.node_ip}")),

@@ -159,7 +159,7 @@ def resolv_conf(settings: Settings) -> str:
 def corefile(settings: Settings, layout: Layout) -> str:
     """Cluster names are answered; every other name does not exist, at once, since pods have no way out to it."""
     return f"""\
-.:53 {{
+cluster.local:53 in-addr.arpa:53 {{
   bind {settings.node_ip}
   errors
   ready 127.0.0.1:{settings.ports["coredns-ready"]}
@@ -168,6 +168,10 @@ def corefile(settings: Settings, layout: Layout) -> str:
     pods insecure
     ttl 5
   }}
+}}
+.:53 {{
+  bind {settings.node_ip}
+  errors
   template ANY ANY {{
     rcode NXDOMAIN
   }}

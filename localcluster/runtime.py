@@ -29,6 +29,18 @@ def images(layout: Layout) -> set[str]:
     return set(ctr(layout, "images", "list", "--quiet").stdout.split())
 
 
+def image_digest(layout: Layout, reference: str) -> str | None:
+    """The digest of the manifest that a name stands for."""
+    table = ctr(layout, "images", "list", f"name=={reference}").stdout.splitlines()[1:]
+    return next((line.split()[2] for line in table if line.split()[0] == reference), None)
+
+
+def snapshots(layout: Layout) -> set[str]:
+    """Names of the committed snapshots."""
+    rows = (line.split() for line in ctr(layout, "snapshots", "list").stdout.splitlines()[1:])
+    return {row[0] for row in rows if row[-1] == "Committed"}
+
+
 def remove_containers(layout: Layout) -> int:
     """Forgets every container, so that the image store is all that a later cluster finds."""
     containers = ctr(layout, "containers", "list", "--quiet").stdout.split()

@@ -10,9 +10,9 @@ from pathlib import Path
 from localcluster import cgroups, machine, network, processes, runtime
 from localcluster.errors import ClusterError
 from localcluster.machine import Footprint
+from localcluster.mounts import unmount_below
 from localcluster.progress import Steps
 from localcluster.settings import Layout
-from localcluster.shell import run
 
 # Their data is removed a moment later: nothing is gained by letting them end politely, which can take a minute.
 _NO_GRACE = frozenset(
@@ -85,29 +85,6 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
     return f"{unmounted} mounts, {'bridge, ' if bridge else ''}{rules} iptables lines"
 
 
-def mounts_below(mountinfo: str, folder: Path) -> list[str]:
-    """Mount points at or below `folder` in the text of /proc/self/mountinfo, the latest mount first."""
-    points = [_unescape(line.split()[4]) for line in mountinfo.splitlines()]
-    return [point for point in reversed(points) if point == str(folder) or point.startswith(f"{folder}/")]
-
-
-def _unescape(field: str) -> str:
-    return field.encode().decode("unicode_escape") if "\\" in field else field
-
-
-def unmount_below(folder: Path) -> int:
-    """Unmounts everything below `folder`. Raises if anything stays, because removal would reach through it."""
-    mountinfo = Path("/proc/self/mountinfo")
-    points = mounts_below(mountinfo.read_text(), folder)
-    for point in points:
-        if run(["umount", point], check=False).returncode != 0:
-            run(["umount", "--lazy", point], check=False)
-    left = mounts_below(mountinfo.read_text(), folder)
-    if left:
-        raise ClusterError(f"still mounted: {', '.join(left)}; unmount by hand, then `down` again")
-    return len(points)
-
-
 def _remove_strays(footprint: Footprint, layout: Layout) -> None:
     """Files that containerd, the CNI library and the kubelet put at fixed places outside the state folder."""
     for address in layout.containerd_state.glob("io.containerd.runtime.v2.task/*/*/address"):
@@ -122,8 +99,7 @@ def _remove_strays(footprint: Footprint, layout: Layout) -> None:
 def _remove_state(layout: Layout, *, purge: bool) -> None:
     if not layout.state.exists():
         return
-    if mounts_below(Path("/proc/self/mountinfo").read_text(), layout.state):
-        unmount_below(layout.state)
+    unmount_below(layout.state)
     keep = set() if purge else {layout.containerd_root, layout.logs}
     for path in layout.state.iterdir():
         if path not in keep:

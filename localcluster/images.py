@@ -1,0 +1,231 @@
+"""Builds the project's images with buildah on a Debian base made here, and gives them to a running cluster.
+
+Nothing is pulled from an image registry: the base is debootstrap's, everything else comes through apt, pip and uv as
+they are configured on this machine. An image whose inputs have not changed is not built again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from localcluster import clientconfig, packages, store
+from localcluster.errors import ClusterError
+from localcluster.mounts import unmount_below
+from localcluster.progress import Step, Steps
+from localcluster.settings import REPOSITORY, cache_root
+from localcluster.shell import run, tail
+
+TARGETS = {"operator": "localhost/megatron-operator:dev", "runtime": "localhost/megatron-runtime:dev"}
+INPUTS_LABEL = "inference.megatron.dev/inputs"
+# What .dockerignore lets in, and the two files that say how it is used.
+INPUTS = (
+    "Dockerfile",
+    ".dockerignore",
+    "pyproject.toml",
+    "README.md",
+    "LICENSE",
+    "operator/megatron_operator",
+    "runtime/megatron_runtime",
+    "kernels/megatron_kernels",
+)
+BASE_PACKAGES = "python3,python3-venv,ca-certificates"
+BASE_REMOVED = (
+    "usr/share/doc",
+    "usr/share/man",
+    "usr/share/locale",
+    "usr/share/info",
+    "var/cache/apt",
+    "var/lib/apt/lists",
+)
+BUILD_FOLDER = "/run/megatron-build"
+
+
+def inputs_digest(repository: Path, base: str) -> str:
+    """A digest of every file an image is made of, and of its base."""
+    digest = hashlib.sha256(base.encode())
+    for name in INPUTS:
+        path = repository / name
+        files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+        for file in files:
+            if "__pycache__" not in file.parts and file.exists():
+                digest.update(f"\0{file.relative_to(repository).as_posix()}\0".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY) -> list[store.Image]:
+    """Builds the named targets where their inputs changed, and returns their images."""
+    unknown = [target for target in targets if target not in TARGETS]
+    if unknown:
+        raise ClusterError(f"image {', '.join(unknown)} is unknown; there are {', '.join(TARGETS)}")
+    packages.ensure(packages.IMAGES, steps)
+    with _exclusive(steps):
+        base = _ensure_base(steps)
+        wanted = inputs_digest(repository, base.reference)
+        built = False
+        for target in targets:
+            with steps.step(f"image {target}", expect="the first time: up to 5 minutes on 2 cores") as step:
+                current = store.find(TARGETS[target])
+                if current is not None and current.labels.get(INPUTS_LABEL) == wanted:
+                    step.note("unchanged")
+                else:
+                    _build(target, repository, base.reference, wanted, step)
+                    built = True
+        if built:
+            run(store.buildah("rmi", "--prune"), check=False)
+    return [_found(TARGETS[target]) for target in targets]
+
+
+def remove_all() -> None:
+    """Removes the image store, the base and the build's caches."""
+    if store.root().exists():
+        unmount_below(store.root())
+        shutil.rmtree(store.root())
+    shutil.rmtree(_scratch(), ignore_errors=True)
+
+
+def _build(target: str, repository: Path, base: str, wanted: str, step: Step) -> None:
+    with tempfile.TemporaryDirectory(dir=_scratch()) as folder:
+        mounts = clientconfig.mounts(Path(folder), target=BUILD_FOLDER)
+        arguments = [
+            "--layers",
+            "--isolation=chroot",
+            "--network=host",
+            f"--target={target}",
+            f"--tag={TARGETS[target]}",
+            f"--label={INPUTS_LABEL}={wanted}",
+            f"--build-arg=BASE_IMAGE={base}",
+            "--build-arg=UV_NO_CACHE=false",
+            f"--build-arg=UV_CONFIG_FILE={BUILD_FOLDER}/uv.toml",
+            f"--build-arg=PIP_CONFIG_FILE={BUILD_FOLDER}/pip.conf",
+            *(f"--build-arg={name}" for name in clientconfig.PROXY_VARIABLES if name in os.environ),
+            *(mount.argument() for mount in mounts),
+        ]
+        _stream(store.buildah("build", *arguments, str(repository)), _scratch() / f"{target}.log", step)
+
+
+def _stream(command: Sequence[str], log: Path, step: Step) -> None:
+    """Runs a build, showing the instruction it is at; its whole output stays in `log`."""
+    environment = {**os.environ, "TMPDIR": str(_scratch())}
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=environment,
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            output.write(line)
+            if " STEP " in line or line.startswith("STEP "):
+                step.detail(line.partition("STEP ")[2].strip()[:70])
+        code = process.wait()
+    if code != 0:
+        raise ClusterError(f"the build ended with {code}; the end of {log}:\n{tail(log.read_text(), 25)}")
+
+
+def _ensure_base(steps: Steps) -> store.Image:
+    """A minimal system with Python, of this machine's own distribution and mirror."""
+    suite, mirror = _distribution()
+    reference = f"localhost/megatron-base:{suite}"
+    current = store.find(reference)
+    if current is not None:
+        return current
+    with steps.step(f"base system {suite} by debootstrap", expect="about a minute") as step:
+        folder = Path(tempfile.mkdtemp(dir=_scratch()))
+        try:
+            step.detail(mirror)
+            _debootstrap(suite, mirror, folder / "root")
+            recipe = folder / "Dockerfile"
+            recipe.write_text('FROM scratch\nCOPY . /\nCMD ["/bin/sh"]\n')
+            options = ["--isolation=chroot", f"--file={recipe}", f"--tag={reference}", str(folder / "root")]
+            run(store.buildah("build", *options), env={"TMPDIR": str(_scratch())})
+        finally:
+            unmount_below(folder)
+            shutil.rmtree(folder)
+    return _found(reference)
+
+
+def _debootstrap(suite: str, mirror: str, root: Path) -> None:
+    command = ["debootstrap", "--variant=minbase", f"--include={BASE_PACKAGES}", suite, str(root), mirror]
+    run(command, env=_apt_proxy())
+    for name in BASE_REMOVED:
+        shutil.rmtree(root / name, ignore_errors=True)
+    (root / "var/cache/apt/archives/partial").mkdir(parents=True)
+    (root / "var/lib/apt/lists/partial").mkdir(parents=True)
+    # debootstrap copies these from this machine.
+    (root / "etc/resolv.conf").write_text("")
+    (root / "etc/hostname").write_text("localhost\n")
+
+
+def _distribution() -> tuple[str, str]:
+    """Codename and mirror of this machine, as apt has them."""
+    release = dict(line.split("=", 1) for line in Path("/etc/os-release").read_text().splitlines() if "=" in line)
+    suite = release.get("VERSION_CODENAME", "").strip('"')
+    listing = run(
+        ["apt-get", "indextargets", "--format", "$(REPO_URI) $(CODENAME) $(COMPONENT)", "Created-By: Packages"]
+    )
+    for line in listing.stdout.splitlines():
+        mirror, codename, component = line.split()
+        if (codename, component) == (suite, "main"):
+            return suite, mirror
+    raise ClusterError(
+        f"apt knows no mirror for {suite or 'this system'}'s main component; see /etc/apt/sources.list.d"
+    )
+
+
+def _apt_proxy() -> dict[str, str]:
+    """apt's proxy for debootstrap, which asks the environment instead."""
+    shell = run(["apt-config", "shell", "PROXY", "Acquire::http::Proxy"]).stdout.strip()
+    value = shlex.split(shell.partition("=")[2])[0] if shell else ""
+    return {"http_proxy": value} if value and value != "DIRECT" else {}
+
+
+def _found(reference: str) -> store.Image:
+    image = store.find(reference)
+    if image is None:
+        raise ClusterError(f"image {reference} is not in the store at {store.root()}: run `build-images`")
+    return image
+
+
+def _scratch() -> Path:
+    folder = cache_root() / "tmp"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+@contextlib.contextmanager
+def _exclusive(steps: Steps) -> Iterator[None]:
+    """One build at a time on the store; what a killed one left mounted is unmounted before and after."""
+    with (_scratch() / ".lock").open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with steps.step("wait for another image build"):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        try:
+            _forget_interrupted()
+            yield
+        finally:
+            _forget_interrupted()
+
+
+def _forget_interrupted() -> None:
+    """Removes working containers and mounts: with the lock held, nobody is using them."""
+    if (store.root() / "storage").exists():
+        run(store.buildah("rm", "--all"), check=False)
+        unmount_below(store.root())
+    for left in _scratch().glob("tmp*"):
+        unmount_below(left)
+        shutil.rmtree(left)

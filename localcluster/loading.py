@@ -1,0 +1,123 @@
+"""Moves an image from buildah's store into containerd's without copying its layers.
+
+Both keep a layer as the folder that overlayfs mounts. So each layer that containerd lacks becomes a snapshot whose
+files are hard links to buildah's: gigabytes appear in seconds and take no room. Nothing ever writes to those files,
+because a container's changes go to its own upper folder. Then manifest and configuration are imported; the layers'
+archives never exist, and containerd does not miss them, since it unpacks only layers it has no snapshot of.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+import os
+import re
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from localcluster import runtime
+from localcluster.errors import ClusterError
+from localcluster.progress import Steps
+from localcluster.settings import Layout
+from localcluster.shell import run
+from localcluster.store import Image, Layer
+
+GC_ROOT = "containerd.io/gc.root"
+MANIFEST_TYPE = "application/vnd.oci.image.manifest.v1+json"
+
+
+def chain_ids(digests: Iterable[str]) -> list[str]:
+    """The name of each layer's snapshot: the digest of all layers up to it (OCI image specification, ChainID)."""
+    chain: list[str] = []
+    for digest in digests:
+        chained = f"{chain[-1]} {digest}" if chain else None
+        chain.append("sha256:" + hashlib.sha256(chained.encode()).hexdigest() if chained else digest)
+    return chain
+
+
+def load(image: Image, layout: Layout, steps: Steps) -> None:
+    """Makes the image available to pods; a layer that is there already costs nothing."""
+    with steps.step(f"load {image.reference}") as step:
+        wanted = "sha256:" + hashlib.sha256(image.manifest).hexdigest()
+        if runtime.image_digest(layout, image.reference) == wanted:
+            step.note("is there")
+            return
+        present = runtime.snapshots(layout)
+        parent, added = "", 0
+        for layer, snapshot in zip(image.layers, chain_ids(layer.digest for layer in image.layers), strict=True):
+            if snapshot not in present:
+                step.detail(f"layer {layer.digest[7:19]}")
+                _link_layer(layer, snapshot, parent, layout)
+                added += 1
+            parent = snapshot
+        archive = layout.run / "image.tar"
+        archive.write_bytes(bare_archive(image))
+        runtime.ctr(layout, "images", "import", str(archive))
+        archive.unlink()
+        # From now on the image holds its snapshots, and they go when it goes.
+        for snapshot in chain_ids(layer.digest for layer in image.layers):
+            runtime.ctr(layout, "snapshots", "label", snapshot, f"{GC_ROOT}=")
+        step.note(f"{added} of {len(image.layers)} layers were new")
+
+
+def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
+    key = f"load-{snapshot}"
+    runtime.ctr(layout, "snapshots", "remove", key, check=False)  # what an interrupted load left
+    runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
+    target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)
+    run(copy_command(layer.folder, target, same_device=os.stat(layer.folder).st_dev == os.stat(target).st_dev))
+    runtime.ctr(layout, "snapshots", "commit", snapshot, key)
+
+
+def copy_command(source: Path, target: Path, *, same_device: bool) -> list[str]:
+    """Copies a layer with all attributes, as hard links where one file system holds both.
+
+    A working buildah mounts its overlay folder onto itself, and the kernel makes no links across mounts. The links are
+    made where that mount is not seen: in a mount namespace of their own, from which it is detached.
+    """
+    if not same_device:
+        return ["cp", "--archive", "--reflink=auto", f"{source}/.", f"{target}/"]
+    overlay = source.parent.parent
+    script = 'if mountpoint -q "$1"; then umount --lazy "$1"; fi; cp --archive --link "$2/." "$3/"'
+    inside = ["sh", "-ec", script, "sh", str(overlay), str(source), str(target)]
+    return ["unshare", "--mount", "--propagation", "private", *inside]
+
+
+def writable_folder(mount_command: str) -> Path:
+    """The folder of a prepared snapshot, from the mount command that `ctr` prints for it."""
+    upper = re.search(r"upperdir=([^,\s]+)", mount_command)
+    if upper:
+        return Path(upper[1])
+    bind = re.search(r"-t bind (\S+) ", mount_command)
+    if bind:
+        return Path(bind[1])
+    raise ClusterError(f"containerd prepared a snapshot in a way that is not understood: {mount_command.strip()!r}")
+
+
+def bare_archive(image: Image) -> bytes:
+    """An OCI layout with manifest and configuration and no layers."""
+    files: dict[str, bytes] = {}
+
+    def blob(content: bytes) -> str:
+        digest = hashlib.sha256(content).hexdigest()
+        files[f"blobs/sha256/{digest}"] = content
+        return f"sha256:{digest}"
+
+    blob(image.config)
+    descriptor = {
+        "mediaType": json.loads(image.manifest).get("mediaType", MANIFEST_TYPE),
+        "digest": blob(image.manifest),
+        "size": len(image.manifest),
+        "annotations": {"io.containerd.image.name": image.reference},
+    }
+    files["index.json"] = json.dumps({"schemaVersion": 2, "manifests": [descriptor]}).encode()
+    files["oci-layout"] = json.dumps({"imageLayoutVersion": "1.0.0"}).encode()
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as archive:
+        for name, content in sorted(files.items()):
+            entry = tarfile.TarInfo(name)
+            entry.size = len(content)
+            archive.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()

@@ -1,0 +1,31 @@
+"""Finding and undoing mounts below a folder, before the folder is removed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from localcluster.errors import ClusterError
+from localcluster.shell import run
+
+
+def mounts_below(mountinfo: str, folder: Path) -> list[str]:
+    """Mount points at or below `folder` in the text of /proc/self/mountinfo, the latest mount first."""
+    points = [_unescape(line.split()[4]) for line in mountinfo.splitlines()]
+    return [point for point in reversed(points) if point == str(folder) or point.startswith(f"{folder}/")]
+
+
+def _unescape(field: str) -> str:
+    return field.encode().decode("unicode_escape") if "\\" in field else field
+
+
+def unmount_below(folder: Path) -> int:
+    """Unmounts everything below `folder`. Raises if anything stays, because removal would reach through it."""
+    mountinfo = Path("/proc/self/mountinfo")
+    points = mounts_below(mountinfo.read_text(), folder)
+    for point in points:
+        if run(["umount", point], check=False).returncode != 0:
+            run(["umount", "--lazy", point], check=False)
+    left = mounts_below(mountinfo.read_text(), folder)
+    if left:
+        raise ClusterError(f"still mounted: {', '.join(left)}; unmount by hand, then `down` again")
+    return len(points)

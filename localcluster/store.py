@@ -1,0 +1,83 @@
+"""Reads images in buildah's store (the containers-storage layout, overlay driver): manifest, configuration, layers."""
+
+from __future__ import annotations
+
+import base64
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from localcluster.errors import ClusterError
+from localcluster.settings import cache_root
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer, unpacked: `folder` holds its files as overlayfs wants them, whiteouts included."""
+
+    digest: str
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Image:
+    """One image: the manifest and configuration as they were written, and its layers from the lowest up."""
+
+    reference: str
+    manifest: bytes
+    config: bytes
+    layers: tuple[Layer, ...]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        return json.loads(self.config).get("config", {}).get("Labels") or {}
+
+
+def root() -> Path:
+    return cache_root() / "containers"
+
+
+def buildah(*arguments: str) -> list[str]:
+    """A buildah command line on the launcher's own store, apart from the user's."""
+    own = ["--root", str(root() / "storage"), "--runroot", str(root() / "run"), "--storage-driver", "overlay"]
+    return ["buildah", *own, *arguments]
+
+
+def find(reference: str, *, storage: Path | None = None) -> Image | None:
+    """The image of that name, or `None`."""
+    storage = storage or root() / "storage"
+    entry = next(
+        (image for image in _table(storage / "overlay-images" / "images.json") if _named(image, reference)), None
+    )
+    if entry is None:
+        return None
+    layers = {layer["id"]: layer for layer in _table(storage / "overlay-layers" / "layers.json")}
+    chain: list[Layer] = []
+    current: str | None = entry["layer"]
+    while current:
+        layer = layers[current]
+        chain.append(Layer(layer["diff-digest"], storage / "overlay" / current / "diff"))
+        current = layer.get("parent")
+    manifest = _data(storage, entry["id"], "manifest")
+    config = _data(storage, entry["id"], json.loads(manifest)["config"]["digest"])
+    image = Image(reference, manifest, config, tuple(reversed(chain)))
+    wanted = json.loads(config)["rootfs"]["diff_ids"]
+    if [layer.digest for layer in image.layers] != wanted:
+        raise ClusterError(f"image {reference}: the store at {storage} is inconsistent; remove it and build again")
+    return image
+
+
+def _table(path: Path) -> list[dict[str, Any]]:
+    return json.loads(path.read_text()) if path.exists() else []
+
+
+def _named(image: dict[str, Any], reference: str) -> bool:
+    return reference in image.get("names", [])
+
+
+def _data(storage: Path, image: str, key: str) -> bytes:
+    """An image's file; names with other characters than letters and digits are stored in base 64."""
+    folder = storage / "overlay-images" / image
+    plain = folder / key
+    return (plain if plain.exists() else folder / ("=" + base64.b64encode(key.encode()).decode())).read_bytes()
