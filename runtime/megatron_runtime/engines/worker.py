@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.contexts.dynamic_context import RequestRefusedError
 from megatron_runtime.engines.build import LoadedEngine, build_engine
@@ -80,6 +80,7 @@ class EngineWorker:
             detokenizer=loaded.detokenizer,
         )
         self._registry = CollectorRegistry()
+        ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self._thread, self._lifecycle, loaded.engine.stats))
 
     async def run(self) -> None:

@@ -1,0 +1,221 @@
+"""The main job on a cluster that has the operator: apply a resource, ask it, and walk it through every verb.
+
+Each step is checked; a step that does not hold raises CheckError and ends the walk.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+
+from localcluster.kubectl import Kubectl
+from localcluster.progress import Steps
+
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
+STORY_TOKENS = 160
+FROZEN_SECONDS = 2.0
+ENGINE_METRICS_PORT = 8080
+
+
+class CheckError(AssertionError):
+    """A step of the walk did not hold."""
+
+
+def check(holds: bool, what: str) -> None:
+    if not holds:
+        raise CheckError(what)
+
+
+@dataclass
+class Stream:
+    """A chat answer arriving on a thread of its own."""
+
+    text: str = ""
+    chunks: int = 0
+    last_at: float = 0.0
+    error: Exception | None = None
+    finished: threading.Event = field(default_factory=threading.Event)
+    begun: threading.Event = field(default_factory=threading.Event)
+
+    def wait(self, seconds: float) -> str:
+        check(self.finished.wait(seconds), f"the stream did not end within {seconds:g} s: {self.text!r}")
+        if self.error is not None:
+            raise CheckError(f"the stream broke: {self.error}") from self.error
+        return self.text
+
+
+class Chat:
+    """An OpenAI client of the kind that fits on a page."""
+
+    def __init__(self, url: str, model: str) -> None:
+        self.url = url
+        self._model = model
+
+    def ask(self, messages: list[dict[str, str]], *, max_tokens: int = 32, timeout: float = 120) -> str:
+        answer = httpx.post(self._path, json=self._body(messages, max_tokens), timeout=timeout)
+        check(answer.status_code == 200, f"HTTP {answer.status_code}: {answer.text}")
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def status_of(self, messages: list[dict[str, str]]) -> int:
+        """The HTTP status a request gets."""
+        return httpx.post(self._path, json=self._body(messages, 8), timeout=30).status_code
+
+    def stream(self, messages: list[dict[str, str]], *, max_tokens: int) -> Stream:
+        stream = Stream()
+        threading.Thread(target=self._read, args=(stream, messages, max_tokens), daemon=True).start()
+        return stream
+
+    @property
+    def _path(self) -> str:
+        return f"{self.url}/v1/chat/completions"
+
+    def _body(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
+        return {"model": self._model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+
+    def _read(self, stream: Stream, messages: list[dict[str, str]], max_tokens: int) -> None:
+        body = {**self._body(messages, max_tokens), "stream": True}
+        try:
+            with httpx.stream("POST", self._path, json=body, timeout=300) as answer:
+                if answer.status_code != 200:
+                    raise CheckError(f"HTTP {answer.status_code}: {answer.read().decode()}")
+                for line in answer.iter_lines():
+                    if line.startswith("data: ") and line != "data: [DONE]":
+                        self._take(stream, json.loads(line[6:]))
+        except Exception as error:
+            stream.error = error
+        finally:
+            stream.begun.set()
+            stream.finished.set()
+
+    @staticmethod
+    def _take(stream: Stream, chunk: dict[str, object]) -> None:
+        if "error" in chunk:
+            raise CheckError(f"the stream carried an error: {chunk['error']}")
+        for choice in chunk["choices"]:  # type: ignore[attr-defined]
+            piece = choice["delta"].get("content") or ""
+            if piece:
+                stream.text += piece
+                stream.chunks += 1
+                stream.last_at = time.monotonic()
+                stream.begun.set()
+
+
+@dataclass(frozen=True)
+class Walkthrough:
+    """One resource's way from apply to delete.
+
+    reach: gives the URL at which a Service of the namespace answers from here.
+    """
+
+    kube: Kubectl
+    steps: Steps
+    sample: Path
+    name: str
+    reach: Callable[[str], str]
+
+    def run(self) -> None:
+        with self._said(f"kubectl apply -f {self.sample}: Ready") as say:
+            self.kube("apply", "-f", str(self.sample))
+            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=180)
+            say(str(self.kube("get", "mi", self.name, "--no-headers")).strip())
+        chat = Chat(self.reach(self.name), self.kube.json("mi", self.name)["status"]["model"])
+        with self._said("chat completion through the Service") as say:
+            answer = chat.ask(QUESTION)
+            check("Paris" in answer, f"the capital of France is said to be {answer!r}")
+            say(answer)
+        with self._said("an undisturbed story, as the yardstick") as say:
+            story = chat.ask(STORY, max_tokens=STORY_TOKENS)
+            say(f"{len(story)} characters")
+        self._pause(chat, story)
+        self._suspend(chat, story)
+        self._scale(chat)
+        self._stop(chat)
+
+    def _pause(self, chat: Chat, story: str) -> None:
+        with self._said("patch desiredState: Paused, in the middle of a stream"):
+            stream = chat.stream(STORY, max_tokens=STORY_TOKENS)
+            check(stream.begun.wait(60), "the stream did not begin")
+            self._patch("Paused")
+        with self._said(f"the stream stands still for {FROZEN_SECONDS:g} s, a new request waits") as say:
+            waiting = chat.stream(QUESTION, max_tokens=16)
+            before = stream.chunks
+            check(not stream.finished.wait(FROZEN_SECONDS), "the stream ended while paused")
+            check(stream.chunks == before, f"{stream.chunks - before} pieces came while paused")
+            check(not waiting.begun.is_set(), "a new request was answered while paused")
+            say(f"{before} pieces so far")
+        with self._said("patch desiredState: Running; both finish, the story as if nothing had happened"):
+            self._patch("Running")
+            check(stream.wait(120) == story, f"the story changed: {stream.text!r} instead of {story!r}")
+            check("Paris" in waiting.wait(120), f"the waiting request got {waiting.text!r}")
+
+    def _suspend(self, chat: Chat, story: str) -> None:
+        with self._said("patch desiredState: Suspended, in the middle of a stream: memory is given back") as say:
+            stream = chat.stream(STORY, max_tokens=STORY_TOKENS)
+            check(stream.begun.wait(60), "the stream did not begin")
+            before = self._resident_mib()
+            self._patch("Suspended")
+            after = self._resident_mib()
+            check(after < before - 300, f"resident memory of the engine went from {before} to {after} MiB only")
+            say(f"engine {before} -> {after} MiB")
+        with self._said("patch desiredState: Running; the stream goes on to the same end"):
+            self._patch("Running")
+            check(stream.wait(180) == story, f"the story changed: {stream.text!r} instead of {story!r}")
+
+    def _scale(self, chat: Chat) -> None:
+        with self._said("kubectl scale --replicas=2: a second engine shares the load") as say:
+            self.kube("scale", "mi", self.name, "--replicas=2")
+            self.kube.wait(f"mi/{self.name}", "jsonpath={.status.readyReplicas}=2", seconds=120)
+            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=120)
+            streams = [chat.stream(STORY, max_tokens=40) for _ in range(4)]
+            for stream in streams:
+                stream.wait(120)
+            tokens = [self._metric(engine, "megatron_generation_tokens_total") for engine in range(2)]
+            check(min(tokens) > 0, f"tokens generated per engine: {tokens}")
+            say(f"tokens per engine {[int(count) for count in tokens]}")
+
+    def _stop(self, chat: Chat) -> None:
+        with self._said("patch desiredState: Stopped; no engine pod is left, requests get 503") as say:
+            self._patch("Stopped", seconds=120)
+            selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=engine"
+            pods = self.kube.json("pods", "-l", selector)["items"]
+            check(not pods, f"{len(pods)} engine pods are left")
+            status = httpx.post(
+                f"{chat.url}/v1/chat/completions", json={"model": "x", "messages": QUESTION}, timeout=30
+            )
+            say(f"HTTP {status.status_code}")
+        with self._said("patch desiredState: Running; it answers again") as say:
+            self._patch("Running", seconds=180)
+            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=120)
+            answer = chat.ask(QUESTION)
+            check("Paris" in answer, f"the capital of France is said to be {answer!r}")
+            say(answer)
+
+    def _patch(self, state: str, *, seconds: float = 60) -> None:
+        self.kube.patch_spec(self.name, desiredState=state)
+        self.kube.wait_state(self.name, state, seconds=seconds)
+
+    def _resident_mib(self) -> int:
+        return int(self._metric(0, "process_resident_memory_bytes")) >> 20
+
+    def _metric(self, engine: int, name: str) -> float:
+        """A metric of an engine's first pod, read through the API server."""
+        pod = f"{self.name}-engine-{engine}-0:{ENGINE_METRICS_PORT}"
+        text = self.kube("get", "--raw", f"/api/v1/namespaces/{self.kube.namespace}/pods/{pod}/proxy/metrics")
+        found = re.search(rf"^{name} (\S+)$", text, re.MULTILINE)
+        check(found is not None, f"{pod} has no metric {name}")
+        assert found is not None
+        return float(found[1])
+
+    @contextmanager
+    def _said(self, title: str) -> Iterator[Callable[[str], None]]:
+        with self.steps.step(title) as step:
+            yield step.note
