@@ -125,9 +125,6 @@ class ModelSource(ApiModel):
                 cel(
                     "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "].exists_one(set, set)",
                     f"spec.model.source: set exactly one of {', '.join(_SOURCES)}",
-                    expression="'spec.model.source: ' + string(["
-                    + ", ".join(f"has(self.{name})" for name in _SOURCES)
-                    + f"].filter(set, set).size()) + ' sources are set; set exactly one of {', '.join(_SOURCES)}'",
                 )
             ]
         }
@@ -278,7 +275,7 @@ class PauseSpec(ApiModel):
     mode: PauseMode = Field(
         default=PauseMode.HOLD, description="Hold queues requests that arrive while paused; Reject answers 503."
     )
-    max_queued: int = Field(default=10000, ge=0, le=10_000_000, description="Most requests held; beyond it 429.")
+    max_queued: int = Field(default=10000, ge=1, le=10_000_000, description="Most requests held; beyond it 429.")
     max_wait_seconds: int = Field(
         default=300, ge=1, le=86400, description="How long a request that reached no engine is held."
     )
@@ -330,9 +327,6 @@ class MegatronInferenceSpec(ApiModel):
                     f"{_RANKS} % {_POD_DIVISOR} == 0",
                     "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
                     "spec.engine.ranksPerPod when gpusPerPod is 0",
-                    expression=f"'spec.parallelism: tensor x pipeline x expert = ' + string({_RANKS}) + ' ranks is not "
-                    f"divisible by spec.engine.' + (self.engine.gpusPerPod > 0 ? 'gpusPerPod' : 'ranksPerPod') + ' = '"
-                    f" + string({_POD_DIVISOR}) + '; make one a multiple of the other'",
                 ),
                 cel(
                     "!has(self.weights) || !has(self.model.source.huggingFace) || "

@@ -1,0 +1,140 @@
+"""The CustomResourceDefinition, generated from the typed models.
+
+Structural schema rules (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/):
+no references, no unions, no additionalProperties beside properties. pydantic's JSON schema is rewritten to that.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic import BaseModel
+
+from megatron_operator.model.base import cel
+from megatron_operator.model.resource import (
+    GROUP,
+    KIND,
+    MAX_NAME_LENGTH,
+    NAME_PATTERN,
+    PLURAL,
+    RESERVED_SUFFIX_PATTERN,
+    SHORT_NAME,
+    VERSION,
+    MegatronInferenceSpec,
+)
+from megatron_operator.model.status import MegatronInferenceStatus
+
+Schema = dict[str, Any]
+
+_DROPPED = ("title", "additionalProperties", "$defs")
+
+COLUMNS: tuple[tuple[str, str, str, int], ...] = (
+    ("State", "string", ".status.state", 0),
+    ("Ready", "string", ".status.ready", 0),
+    ("Model", "string", ".status.model", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Epoch", "integer", ".status.epoch", 1),
+    ("Revision", "string", ".status.revision", 1),
+    ("Endpoint", "string", ".status.endpoint", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+"""Print columns: name, type, path, priority (1 shows with `-o wide` only)."""
+
+NAME_RULES = [
+    cel(
+        f"size(self.metadata.name) <= {MAX_NAME_LENGTH}",
+        f"metadata.name: use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit",
+        expression="'metadata.name: ' + self.metadata.name + "
+        f"' is too long; use at most {MAX_NAME_LENGTH} characters, so that the names of its children fit'",
+    ),
+    cel(
+        f"self.metadata.name.matches('{NAME_PATTERN}')",
+        "metadata.name: is not a DNS-1035 label; start with a letter and use only lower case letters, digits and '-'",
+    ),
+    cel(
+        f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
+        "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
+        "-config-HASH); choose another name",
+    ),
+]
+
+
+def structural_schema(model: type[BaseModel]) -> Schema:
+    """The OpenAPI v3 structural schema of a model."""
+    document = model.model_json_schema(by_alias=True, mode="validation")
+    return _structural(document, document.get("$defs", {}))
+
+
+def _structural(node: Schema, definitions: dict[str, Schema]) -> Schema:
+    if "$ref" in node:
+        target = definitions[node["$ref"].rsplit("/", 1)[-1]]
+        siblings = {key: value for key, value in node.items() if key != "$ref"}
+        return _structural({**target, **siblings}, definitions)
+    if "anyOf" in node:
+        (option,) = [entry for entry in node["anyOf"] if entry.get("type") != "null"]
+        siblings = {key: value for key, value in node.items() if key != "anyOf"}
+        return _structural({**option, **siblings}, definitions)
+    found = {key: value for key, value in node.items() if key not in _DROPPED}
+    if found.get("default", ...) is None:
+        del found["default"]
+    if "properties" in found:
+        found["properties"] = {
+            name: _structural(value, definitions) for name, value in sorted(found["properties"].items())
+        }
+    if "items" in found:
+        found["items"] = _structural(found["items"], definitions)
+    return dict(sorted(found.items()))
+
+
+def custom_resource_definition() -> dict[str, Any]:
+    """The whole CRD."""
+    schema = {
+        "type": "object",
+        "description": "A language model served by data-parallel engines behind a coordinator and an OpenAI front end.",
+        "required": ["spec"],
+        "properties": {
+            "apiVersion": {"type": "string"},
+            "kind": {"type": "string"},
+            # The length bounds the estimated cost of the rules below, which have better messages.
+            "metadata": {"type": "object", "properties": {"name": {"type": "string", "maxLength": 253}}},
+            "spec": structural_schema(MegatronInferenceSpec),
+            "status": structural_schema(MegatronInferenceStatus),
+        },
+        "x-kubernetes-validations": NAME_RULES,
+    }
+    version = {
+        "name": VERSION,
+        "served": True,
+        "storage": True,
+        "schema": {"openAPIV3Schema": schema},
+        "subresources": {
+            "status": {},
+            "scale": {
+                "specReplicasPath": ".spec.replicas",
+                "statusReplicasPath": ".status.replicas",
+                "labelSelectorPath": ".status.selector",
+            },
+        },
+        "additionalPrinterColumns": [
+            {"name": name, "type": kind, "jsonPath": path, **({"priority": priority} if priority else {})}
+            for name, kind, path, priority in COLUMNS
+        ],
+    }
+    return {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": f"{PLURAL}.{GROUP}"},
+        "spec": {
+            "group": GROUP,
+            "scope": "Namespaced",
+            "names": {
+                "kind": KIND,
+                "listKind": f"{KIND}List",
+                "plural": PLURAL,
+                "singular": KIND.lower(),
+                "shortNames": [SHORT_NAME],
+                "categories": ["all"],
+            },
+            "versions": [version],
+        },
+    }
