@@ -1,0 +1,234 @@
+"""An engine for tests: speaks the protocol over a real socket, generates hashes, misbehaves as told."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from dataclasses import dataclass, field
+
+import zmq
+
+from megatron_runtime.engines.echo_executor import echo_token
+from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.wire.messages import (
+    Abort,
+    Control,
+    ControlAck,
+    ControlCommit,
+    Disconnect,
+    Dispatch,
+    Error,
+    Final,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    Partial,
+    PartialEntry,
+    decode,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
+from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.wire.states import TRANSITIONS, EngineState
+
+VOCABULARY = 50_000
+
+
+@dataclass(eq=False)
+class Job:
+    dispatch: Dispatch
+    prompt: list[int]
+    generated: list[int]
+    budget: int
+    sent: int
+
+
+@dataclass(eq=False)
+class ScriptedEngine:
+    """step_seconds: time between tokens; None generates only in step().
+
+    mute:   control messages that get no answer.
+    failing: control messages that fail.
+    """
+
+    address: str
+    name: str = "engine-0"
+    max_requests: int = 64
+    step_seconds: float | None = 0.0
+    ranks: int = 1
+    state: EngineState = EngineState.RUNNING
+    serving: bool = True
+    epoch: int = 0
+    fence: int = 0
+    block_size_tokens: int = 16
+    heartbeat_seconds: float | None = 0.05
+    keys: PeerKeys | None = None
+    follows_acks: bool = True
+    mute: set[Header] = field(default_factory=set)
+    failing: set[Header] = field(default_factory=set)
+    acted: Counter = field(default_factory=Counter)
+    commits: list[ControlCommit] = field(default_factory=list)
+    acks: list[HelloAck] = field(default_factory=list)
+    errors: list[Error] = field(default_factory=list)
+    aborted: list[int] = field(default_factory=list)
+    dispatches: list[Dispatch] = field(default_factory=list)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    changed: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def start(self) -> ScriptedEngine:
+        self.incarnation = random.getrandbits(63)
+        self.context = zmq.Context()
+        socket = self.context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 0)
+        if self.keys is not None:
+            self.keys.apply(socket)
+        socket.connect(self.address)
+        self.socket = EventSocket(socket, self._receive)
+        self.socket.start()
+        self._timers: list[asyncio.TimerHandle] = []
+        self._stepping = False
+        self.say_hello()
+        await self.until(lambda: self.acks)
+        self._beat()
+        return self
+
+    async def until(self, condition, *, seconds: float = 20.0) -> None:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                self.changed.clear()
+                await self.changed.wait()
+
+    def hello(self) -> Hello:
+        return Hello(
+            role=Role.ENGINE,
+            name=self.name,
+            incarnation=self.incarnation,
+            serving=self.serving,
+            state=self.state,
+            epoch=self.epoch,
+            fence=self.fence,
+            ranks=self.ranks,
+            max_requests=self.max_requests,
+            block_size_tokens=self.block_size_tokens,
+        )
+
+    def say_hello(self) -> None:
+        self.send(self.hello())
+
+    def send(self, message) -> None:
+        self.socket.send(message.to_frames())
+
+    def _beat(self) -> None:
+        if self.heartbeat_seconds is not None and self.socket._loop is not None:
+            self.send(Heartbeat(incarnation=self.incarnation, state=self.state, running=len(self.jobs)))
+            self._timers = [asyncio.get_running_loop().call_later(self.heartbeat_seconds, self._beat)]
+
+    def _receive(self, frames: list[bytes]) -> None:
+        match decode(frames):
+            case HelloAck() as ack:
+                self.acks.append(ack)
+                if self.serving and self.follows_acks and ack.state.value in ("RUNNING", "PAUSED", "SUSPENDED"):
+                    self.state = EngineState(ack.state.value)
+                    self.epoch = ack.epoch
+                    self._schedule()
+            case Dispatch() as dispatch:
+                self._dispatch(dispatch)
+            case Abort(id=int() as number):
+                self.aborted.append(number)
+                self.jobs.pop(number, None)
+            case Control() as control:
+                self._control(control)
+            case ControlCommit() as commit:
+                self._commit(commit)
+            case Error() as error:
+                self.errors.append(error)
+        self.changed.set()
+
+    def _dispatch(self, dispatch: Dispatch) -> None:
+        self.dispatches.append(dispatch)
+        generated = tokens_from_bytes(dispatch.generated).tolist()
+        budget = unpack(dispatch.params)["num_tokens_to_generate"]
+        prompt = tokens_from_bytes(dispatch.prompt).tolist()
+        self.jobs[dispatch.dispatch_id] = Job(dispatch, prompt, generated, budget, len(generated))
+        self._schedule()
+
+    def _schedule(self) -> None:
+        if self.step_seconds is not None and not self._stepping and self.jobs and self.state is EngineState.RUNNING:
+            self._stepping = True
+            asyncio.get_running_loop().call_later(self.step_seconds, self._timed_step)
+
+    def _timed_step(self) -> None:
+        self._stepping = False
+        if self.socket._loop is not None and self.state is EngineState.RUNNING:
+            self.step()
+            self._schedule()
+
+    def step(self) -> None:
+        """One token for every job."""
+        partials: dict[int, tuple[list[PartialEntry], list[int]]] = {}
+        for number, job in list(self.jobs.items()):
+            if len(job.generated) < job.budget:
+                job.generated.append(echo_token(job.prompt + job.generated, VOCABULARY))
+            dispatch = job.dispatch
+            if dispatch.meta.streaming and job.sent < len(job.generated):
+                entries, tokens = partials.setdefault(dispatch.route, ([], []))
+                new = job.generated[job.sent :]
+                entries.append(PartialEntry(dispatch.uid, number, job.sent, len(new)))
+                tokens.extend(new)
+                job.sent = len(job.generated)
+        for route, (entries, tokens) in partials.items():
+            self.send(Partial(route, entries, tokens_to_bytes(tokens)))
+        for number, job in list(self.jobs.items()):
+            if len(job.generated) >= job.budget:
+                self.finish(number)
+        self.changed.set()
+
+    def finish(self, number: int) -> None:
+        job = self.jobs.pop(number)
+        reply = {"status": "COMPLETED", "finish_reason": "length", "prompt_length": len(job.prompt)}
+        self.send(Final(number, job.dispatch.uid, tokens_to_bytes(job.generated), pack(reply)))
+
+    def _control(self, control: Control) -> None:
+        kind = control.kind
+        self.fence = max(self.fence, control.fence or 0)
+        if kind in self.mute:
+            return
+        ok = kind not in self.failing
+        if ok:
+            self.acted[kind] += 1
+            if kind in TRANSITIONS:
+                self.state = TRANSITIONS[kind].passing
+        self.send(
+            ControlAck(
+                operation_id=control.operation_id or "-",
+                ok=ok,
+                state=self.state,
+                ranks=self.ranks,
+                error=None if ok else f"{kind.name} went wrong",
+            )
+        )
+
+    def _commit(self, commit: ControlCommit) -> None:
+        self.commits.append(commit)
+        if commit.state is not None:
+            self.state = commit.state
+        if commit.epoch is not None:
+            self.epoch = commit.epoch
+        self._schedule()
+
+    def leave(self) -> None:
+        """Say DISCONNECT and close."""
+        self.send(Disconnect(reason="test"))
+        self.close(linger_ms=500)
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Vanish without a word. Idempotent."""
+        for timer in self._timers:
+            timer.cancel()
+        self.socket.close(linger_ms=linger_ms)
+        self.context.term()

@@ -1,0 +1,97 @@
+"""Coordinators, engines and clients on real sockets, all torn down, with the coordinator's books checked at the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Role
+
+FAST = Timing(heartbeat=0.05, suspect=0.4, dead=1.2, client_dead=1.2, recovery=0.0, slow_client=2.0)
+
+
+@dataclass
+class Stage:
+    """Makes parts that know each other's addresses."""
+
+    coordinators: list[Coordinator] = field(default_factory=list)
+    closers: list[Callable[[], Any]] = field(default_factory=list)
+
+    def coordinator(self, **settings: Any) -> Coordinator:
+        defaults = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": FAST}
+        coordinator = Coordinator(CoordinatorSettings(**{**defaults, **settings}))
+        coordinator.start()
+        self.coordinators.append(coordinator)
+        return coordinator
+
+    def address(self, role: Role) -> str:
+        return self.coordinators[-1].transport.addresses[role]
+
+    async def engine(self, name: str = "engine-0", **options: Any) -> ScriptedEngine:
+        engine = ScriptedEngine(self.address(Role.ENGINE), name=name, **options)
+        self.closers.append(engine.close)
+        return await engine.start()
+
+    async def client(self, **options: Any) -> InferenceClient:
+        client = InferenceClient(self.address(Role.CLIENT), **{"deserialize": False, **options})
+        self.closers.append(client.stop)
+        await client.start(connect_timeout_seconds=10)
+        return client
+
+    async def admin(self, **options: Any) -> ControlLink:
+        link = ControlLink(self.address(Role.ADMIN), **options)
+        self.closers.append(link.close)
+        await link.start()
+        return link
+
+    async def until(self, condition: Callable[[], Any], *, seconds: float = 20.0) -> None:
+        """Wait for something inside the coordinator that has no event of its own."""
+        async with asyncio.timeout(seconds):
+            while not condition():  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    stage = Stage()
+    yield stage
+    for coordinator in stage.coordinators:
+        coordinator.dispatcher.journal.check_integrity()
+        assert coordinator.transport.handler_errors == 0, "a handler raised"
+    for close in reversed(stage.closers):
+        close()
+    for coordinator in stage.coordinators:
+        coordinator.stop()
+
+
+@pytest.fixture
+def params() -> Callable[..., SamplingParams]:
+    def make(tokens: int = 8, **values: Any) -> SamplingParams:
+        return SamplingParams(num_tokens_to_generate=tokens, **values)
+
+    return make
+
+
+@pytest.fixture
+def collect() -> Callable[[Any], Awaitable[tuple[list[int], dict[str, Any]]]]:
+    """Read a stream to its end: its tokens and its final reply."""
+
+    async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
+        tokens: list[int] = []
+        async for item in stream:
+            if "final" in item:
+                return tokens, item["final"]
+            tokens += item["partial"]["new_tokens"]
+        raise AssertionError("the stream ended without a final reply")
+
+    return read
