@@ -24,6 +24,7 @@ from megatron_operator.model.states import (
     OperationOutcome,
     SignalKind,
 )
+from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import (
@@ -200,6 +201,7 @@ class Cluster:
     def step(self, *, crash_after: int | None = None) -> Decision:
         """One pass: decide, persist, act. `crash_after` actions the operator dies."""
         decision = decide(self.world())
+        MegatronInferenceStatus.model_validate(decision.status)
         if decision.status != self.status:
             self.status = copy.deepcopy(decision.status)
             self.status_writes += 1

@@ -1,0 +1,189 @@
+"""megatron-operator: run the controller, and everything that can be asked of it without a cluster.
+
+Exit codes: 0 done, 1 a resource or cluster is wrong, 2 the command line is.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+import yaml
+
+from megatron_operator import __version__
+from megatron_operator.manifest_file import ResourceFileError, read_resource
+from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.model.settings import Settings
+from megatron_operator.render.children import all_children
+from megatron_operator.render.compare import preview
+from megatron_operator.render.context import InvalidPodTemplate
+
+DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
+
+runtime_image = click.option(
+    "--runtime-image",
+    envvar="MEGATRON_RUNTIME_IMAGE",
+    default=DEFAULT_RUNTIME_IMAGE,
+    show_default=True,
+    help="Image of coordinator, server and engines where a resource names none.",
+)
+operator_namespace = click.option(
+    "--operator-namespace",
+    envvar="POD_NAMESPACE",
+    default="megatron-system",
+    show_default=True,
+    help="Namespace of the operator's own pods: its Lease and admin key live there.",
+)
+image_pull_policy = click.option(
+    "--image-pull-policy",
+    type=click.Choice(["Always", "IfNotPresent", "Never"]),
+    envvar="MEGATRON_IMAGE_PULL_POLICY",
+    default="IfNotPresent",
+    show_default=True,
+    help="Pull policy of the runtime image.",
+)
+resource_file = click.option(
+    "-f",
+    "--file",
+    "path",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    required=True,
+    help="YAML file with one MegatronInference.",
+)
+
+
+def _dump(documents: list[dict[str, Any]], *, form: str) -> str:
+    if form == "json":
+        return json.dumps(documents[0] if len(documents) == 1 else documents, indent=2) + "\n"
+    return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=True)
+
+
+def _fail(error: Exception) -> None:
+    raise click.ClickException(str(error)) from error
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Run large language models on Kubernetes: the operator and its offline tools."""
+
+
+@main.command()
+@runtime_image
+@operator_namespace
+@image_pull_policy
+@click.option("--namespace", "namespaces", multiple=True, help="Serve this namespace only; may repeat. Default: all.")
+@click.option("--kubeconfig", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Not in a pod only.")
+@click.option("--context", help="Context of the kubeconfig.")
+@click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option(
+    "--coordinator-address",
+    help="Template of a coordinator's admin address with {name} and {namespace}. Default: its Service's cluster IP.",
+)
+@click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
+@click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
+@click.option(
+    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
+)
+def run(
+    *,
+    runtime_image: str,
+    operator_namespace: str,
+    image_pull_policy: str,
+    security: bool,
+    coordinator_address: str | None,
+    log_format: str,
+    log_level: str,
+    **options: Any,
+) -> None:
+    """Run the controller until it is told to stop or loses its leadership."""
+    from megatron_operator.controller import main as controller
+    from megatron_operator.controller.log import configure_logging
+    from megatron_operator.controller.options import RunOptions
+
+    configure_logging(log_format, level=log_level)
+    settings = Settings(
+        runtime_image=runtime_image,
+        operator_namespace=operator_namespace,
+        image_pull_policy=image_pull_policy,
+        security=security,
+    )
+    sys.exit(controller.run(RunOptions(settings=settings, coordinator_address_template=coordinator_address, **options)))
+
+
+@main.command()
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+def crd(output: str) -> None:
+    """Print the CustomResourceDefinition."""
+    click.echo(_dump([custom_resource_definition()], form=output), nl=False)
+
+
+@main.command()
+@resource_file
+@runtime_image
+@operator_namespace
+@image_pull_policy
+@click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
+def render(path: Path, output: str, **settings: Any) -> None:
+    """Print the children that a resource would get. The keys Secret is made in the cluster and not printed."""
+    try:
+        children = all_children(read_resource(path).context(Settings(**settings)))
+    except (ResourceFileError, InvalidPodTemplate) as error:
+        _fail(error)
+    click.echo(_dump(children, form=output), nl=False)
+
+
+@main.command()
+@resource_file
+@click.option(
+    "--against",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="The resource as it is now. Absent: nothing exists yet.",
+)
+@runtime_image
+@operator_namespace
+@image_pull_policy
+def plan(path: Path, against: Path | None, **settings: Any) -> None:
+    """Say what applying FILE would change, why, and which engines restart."""
+    fixed = Settings(**settings)
+    try:
+        new = read_resource(path)
+        old = read_resource(against) if against is not None else None
+        if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
+            raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
+        found = preview(old.context(fixed) if old else None, new.context(fixed))
+    except (ResourceFileError, InvalidPodTemplate) as error:
+        _fail(error)
+    if not found.changes and not found.steps:
+        click.echo("nothing changes")
+        return
+    for change in found.changes:
+        note = "  [restarts its pods]" if change.restarts else ""
+        click.echo(f"{change.verb:7} {change.child}{f'  {change.field}' if change.field else ''}{note}")
+    for number, step in enumerate(found.steps, start=1):
+        click.echo(f"step {number}: {step}")
+    restarted = [change.child for change in found.changes if change.restarts and "StatefulSet" in change.child]
+    click.echo(f"engines that restart: {', '.join(name.split()[-1] for name in restarted) or 'none'}")
+
+
+@main.command()
+@click.argument("name")
+@click.option("-n", "--namespace", help="Default: the context's.")
+@click.option("--context", help="Context of the kubeconfig.")
+def explain(name: str, namespace: str | None, context: str | None) -> None:
+    """Say why resource NAME is in its state, and what it waits for."""
+    from megatron_operator.explain import explanation
+    from megatron_operator.resource_client import ClusterError, ResourceClient
+
+    try:
+        resource = ResourceClient(namespace=namespace, context=context).get(name)
+    except ClusterError as error:
+        _fail(error)
+    click.echo(explanation(resource))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""kubectl megatron: the verbs as words. kubectl finds `kubectl-megatron` on PATH; it only patches the spec."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from megatron_operator import __version__
+from megatron_operator.explain import explanation
+from megatron_operator.model.states import DesiredState
+from megatron_operator.resource_client import ClusterError, ResourceClient
+
+VERBS: dict[str, tuple[DesiredState, str]] = {
+    "pause": (DesiredState.PAUSED, "Freeze work in place; new requests wait."),
+    "resume": (DesiredState.RUNNING, "Run again, from any state."),
+    "suspend": (DesiredState.SUSPENDED, "Freeze work and give memory back."),
+    "stop": (DesiredState.STOPPED, "Drain, then remove the engines."),
+}
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__)
+def main() -> None:
+    """Look at and control MegatronInference resources."""
+
+
+def _options(command: Callable[..., None]) -> Callable[..., None]:
+    command = click.argument("name")(command)
+    command = click.option("-n", "--namespace", help="Default: the context's.")(command)
+    return click.option("--context", help="Context of the kubeconfig.")(command)
+
+
+@main.command()
+@_options
+def status(name: str, namespace: str | None, context: str | None) -> None:
+    """Say how NAME is, and what it waits for."""
+    try:
+        resource = ResourceClient(namespace=namespace, context=context).get(name)
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(explanation(resource))
+
+
+def _verb(verb: str) -> None:
+    desired, summary = VERBS[verb]
+
+    @main.command(name=verb, help=summary)
+    @_options
+    @click.option("--wait/--no-wait", default=True, show_default=True, help="Until every rank has confirmed.")
+    @click.option("--timeout", type=click.FloatRange(min=0), default=300.0, show_default=True, help="Seconds to wait.")
+    def command(name: str, namespace: str | None, context: str | None, **options: Any) -> None:
+        try:
+            client = ResourceClient(namespace=namespace, context=context)
+            client.patch_spec(name, desiredState=desired.value)
+            if options["wait"]:
+                client.wait_state(name, desired.value, timeout_seconds=options["timeout"])
+        except ClusterError as error:
+            raise click.ClickException(str(error)) from error
+        click.echo(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} asked for")
+
+
+for _name in VERBS:
+    _verb(_name)
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Resources as files: what `render` and `plan` read, with the API server's own refusals in its own words."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import ValidationError
+
+from megatron_operator.model.resource import API_VERSION, KIND, MegatronInferenceSpec, check_name, parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.render.context import RenderContext
+
+
+class ResourceFileError(ValueError):
+    """A file that holds no valid resource. The message names the file, the field and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceFile:
+    """One resource read from a file."""
+
+    name: str
+    namespace: str
+    uid: str
+    spec: MegatronInferenceSpec
+
+    def context(self, settings: Settings) -> RenderContext:
+        return RenderContext(self.name, self.namespace, self.uid, self.spec, settings)
+
+
+def describe(error: ValidationError) -> str:
+    """Every fault of a spec on a line of its own, as `spec.path: what is wrong`."""
+    lines = []
+    for fault in error.errors():
+        message = fault["msg"].removeprefix("Value error, ")
+        path = ".".join(["spec", *(str(part) for part in fault["loc"])])
+        lines.append(message if message.startswith("spec.") else f"{path}: {message} (is {fault['input']!r})")
+    return "\n".join(lines)
+
+
+def read_resource(path: Path) -> ResourceFile:
+    """The one MegatronInference in a YAML file.
+
+    Raises:
+        ResourceFileError: when there is none, more than one, or it is invalid.
+    """
+    try:
+        documents = [entry for entry in yaml.safe_load_all(path.read_text()) if entry is not None]
+    except yaml.YAMLError as error:
+        raise ResourceFileError(f"{path}: is not YAML: {error}") from error
+    found = [entry for entry in documents if isinstance(entry, dict) and entry.get("kind") == KIND]
+    if len(found) != 1:
+        raise ResourceFileError(f"{path}: holds {len(found)} objects of kind {KIND}; give exactly one")
+    return _resource(path, found[0])
+
+
+def _resource(path: Path, manifest: dict[str, Any]) -> ResourceFile:
+    if manifest.get("apiVersion") != API_VERSION:
+        raise ResourceFileError(f"{path}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
+    metadata = manifest.get("metadata") or {}
+    try:
+        check_name(metadata.get("name", ""))
+        spec = parse_spec(manifest.get("spec") or {})
+    except ValidationError as error:
+        raise ResourceFileError(f"{path}:\n{describe(error)}") from error
+    except ValueError as error:
+        raise ResourceFileError(f"{path}: {error}") from error
+    return ResourceFile(
+        name=metadata["name"],
+        namespace=metadata.get("namespace", "default"),
+        uid=metadata.get("uid", "00000000-0000-0000-0000-000000000000"),
+        spec=spec,
+    )

@@ -1,0 +1,140 @@
+"""What separates two renderings: for each child the first field that differs, and which engines it restarts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.render.children import all_children
+from megatron_operator.render.context import ANNOTATION_HASH, LABEL_REVISION, Manifest, RenderContext
+from megatron_operator.render.engine import engine_revision
+from megatron_operator.render.model_source import model_hash
+
+_DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
+"""Hashes over everything else: never the reason for a difference, only its consequence."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One child that a change of the spec creates, changes or deletes."""
+
+    verb: str
+    """`create`, `change` or `delete`."""
+    child: str
+    field: str = ""
+    """The first field that differs, as `path: old -> new`."""
+    restarts: bool = False
+    """Its pods are replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preview:
+    """What applying a changed spec would do."""
+
+    changes: tuple[Change, ...]
+    steps: tuple[str, ...]
+    """In order, what the operator would do to engines."""
+
+
+def first_difference(old: Any, new: Any, path: str = "") -> str | None:
+    """The first field, depth first and in the manifest's own order, whose value differs."""
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        for key in [*old, *(key for key in new if key not in old)]:
+            if key in _DERIVED:
+                continue
+            found = first_difference(old.get(key), new.get(key), f"{path}.{key}" if path else str(key))
+            if found is not None:
+                return found
+        return None
+    if _is_list(old) and _is_list(new):
+        found = _flags(old, new, path)
+        if found is not None:
+            return found
+        for index in range(max(len(old), len(new))):
+            left = old[index] if index < len(old) else None
+            right = new[index] if index < len(new) else None
+            named = [entry["name"] for entry in (left, right) if isinstance(entry, dict) and "name" in entry]
+            name = named[0] if named else index
+            found = first_difference(left, right, f"{path}[{name}]")
+            if found is not None:
+                return found
+        return None
+    return None if old == new else f"{path}: {_short(old)} -> {_short(new)}"
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> str | None:
+    """Command lines are compared flag by flag, without the revision, which is derived."""
+    if not all(isinstance(entry, str) for entry in (*old, *new)) or not path.endswith("args"):
+        return None
+    left, right = _parsed(old), _parsed(new)
+    for flag in [*left, *(flag for flag in right if flag not in left)]:
+        if flag != "--revision" and left.get(flag) != right.get(flag):
+            return f"{path} {flag}: {_short(left.get(flag))} -> {_short(right.get(flag))}"
+    return None
+
+
+def _parsed(args: Sequence[str]) -> dict[str, str]:
+    found: dict[str, str] = {}
+    flag = ""
+    for arg in args:
+        if arg.startswith("--"):
+            flag = arg
+            found[flag] = ""
+        else:
+            found[flag] = arg
+    return found
+
+
+def _short(value: Any) -> str:
+    text = "absent" if value is None else repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}…"
+
+
+def _by_name(manifests: list[Manifest]) -> dict[str, Manifest]:
+    return {f"{manifest['kind']} {manifest['metadata']['name']}": manifest for manifest in manifests}
+
+
+def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | None:
+    if old is None:
+        return Change("create", name)
+    if new is None:
+        return Change("delete", name, restarts=False)
+    field = first_difference(old, new)
+    if field is None:
+        return None
+    if new["kind"] == "StatefulSet":
+        restarts = engine_revision(old) != engine_revision(new)
+    else:
+        restarts = new["kind"] == "Deployment" and old["spec"]["template"] != new["spec"]["template"]
+    return Change("change", name, field, restarts)
+
+
+def preview(old: RenderContext | None, new: RenderContext) -> Preview:
+    """What the operator would do on a change from `old` (None: nothing exists) to `new`, while it runs."""
+    before = _by_name(all_children(old)) if old is not None else {}
+    after = _by_name(all_children(new))
+    names = [*after, *(name for name in before if name not in after)]
+    found = [_change(name, before.get(name), after.get(name)) for name in names]
+    changes = tuple(change for change in found if change is not None)
+    return Preview(changes, _steps(old, new, changes))
+
+
+def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change, ...]) -> tuple[str, ...]:
+    steps = []
+    if old is not None and old.spec.desired_state is not new.spec.desired_state:
+        steps.append(f"{old.spec.desired_state.value} -> {new.spec.desired_state.value}, confirmed by every rank")
+    engines = [change for change in changes if change.child.startswith("StatefulSet ")]
+    removed = [change.child.split()[-1] for change in engines if change.verb == "delete"]
+    steps += [f"drain and remove {name}" for name in reversed(removed)]
+    replaced = [change.child.split()[-1] for change in engines if change.restarts]
+    if replaced and old is not None and model_hash(old) != model_hash(new):
+        steps.append(f"drain all engines, then replace {', '.join(replaced)} and the servers together: another model")
+    else:
+        limit = new.spec.rollout.max_unavailable
+        steps += [f"drain and replace {name} (at most {limit} at a time)" for name in reversed(replaced)]
+    return tuple(steps)

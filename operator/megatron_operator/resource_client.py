@@ -1,0 +1,92 @@
+"""The few requests that command line tools make: read a resource, patch its desired state, wait. Not the operator's."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from megatron_operator.model.resource import GROUP, PLURAL, VERSION
+
+WATCH_SECONDS = 30
+
+
+class ClusterError(Exception):
+    """The API server cannot be reached or says no. The message says which, and for what."""
+
+
+class ResourceClient:
+    """Resources of one namespace, as the user's kubeconfig allows."""
+
+    def __init__(self, *, namespace: str | None = None, context: str | None = None) -> None:
+        from kubernetes import client, config
+
+        try:
+            config.load_kube_config(context=context)
+            _, active = config.list_kube_config_contexts()
+        except config.ConfigException as error:
+            raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
+        self.namespace: str = namespace or (active.get("context") or {}).get("namespace") or "default"
+        self._api = client.CustomObjectsApi()
+        self._api_exception = client.ApiException
+
+    def _call(self, verb: str, name: str, *args: Any) -> dict[str, Any]:
+        from urllib3.exceptions import HTTPError
+
+        method = getattr(self._api, f"{verb}_namespaced_custom_object")
+        try:
+            found: dict[str, Any] = method(GROUP, VERSION, self.namespace, PLURAL, name, *args)
+        except self._api_exception as error:
+            what = "no such resource" if error.status == 404 else f"{error.status} {error.reason}: {error.body}"
+            raise ClusterError(f"{PLURAL}.{GROUP} {self.namespace}/{name}: {what}") from error
+        except HTTPError as error:
+            raise ClusterError(f"the API server does not answer: {error}") from error
+        return found
+
+    def get(self, name: str) -> dict[str, Any]:
+        return self._call("get", name)
+
+    def patch_spec(self, name: str, **fields: Any) -> dict[str, Any]:
+        """Merge-patch fields of the spec."""
+        return self._call("patch", name, {"spec": fields})
+
+    def wait_state(self, name: str, state: str, *, timeout_seconds: float) -> dict[str, Any]:
+        """The resource once the operator has seen its present spec and reports `state`, settled.
+
+        Raises:
+            ClusterError: when the time is over; the message says what the resource waits for.
+        """
+        from kubernetes import watch
+
+        resource = self.get(name)
+        deadline = time.monotonic() + timeout_seconds
+        while not _is(resource, state):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                waiting = (resource.get("status") or {}).get("plan", {}).get("waitingOn", "the operator")
+                raise ClusterError(f"{name}: not {state} after {timeout_seconds:g} s: waiting for {waiting}")
+            stream = watch.Watch().stream(
+                self._api.list_namespaced_custom_object,
+                GROUP,
+                VERSION,
+                self.namespace,
+                PLURAL,
+                field_selector=f"metadata.name={name}",
+                resource_version=resource["metadata"]["resourceVersion"],
+                timeout_seconds=max(1, int(min(left, WATCH_SECONDS))),
+            )
+            for event in stream:
+                if event["type"] == "DELETED":
+                    raise ClusterError(f"{name}: was deleted")
+                resource = event["object"]
+                if _is(resource, state):
+                    break
+        return resource
+
+
+def _is(resource: dict[str, Any], state: str) -> bool:
+    status = resource.get("status") or {}
+    settled = any(
+        entry["type"] == "LifecycleSettled" and entry["status"] == "True" for entry in status.get("conditions") or ()
+    )
+    seen = status.get("observedGeneration") == resource["metadata"]["generation"]
+    return seen and settled and status.get("state") == state
