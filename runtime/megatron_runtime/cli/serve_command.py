@@ -19,6 +19,7 @@ from megatron_runtime.cli.options import PORT, Memory, readable_errors
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
 _GRACE_SECONDS = 10.0
+_CONNECT_SECONDS = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +160,7 @@ async def _until_ready(options: ServeOptions, *, url: str, coordinator: str, say
     from megatron_runtime.inference_client import InferenceClient
 
     client = InferenceClient(coordinator, deserialize=False)
-    await client.start()
+    await client.start(connect_timeout_seconds=_CONNECT_SECONDS)
     try:
         serving: set[str] = set()
         while len(serving) < options.engines:

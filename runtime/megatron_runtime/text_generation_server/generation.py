@@ -19,6 +19,7 @@ from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.tokenization import Tokenizer
 
 _MERGE_QUEUE_EVENTS = 64
+_RECONNECT_CHECK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,21 +74,36 @@ class Usage:
 
 @dataclass(slots=True)
 class Generation:
-    """The jobs of one HTTP request."""
+    """The jobs of one HTTP request.
+
+    coordinator_wait_seconds: how long they wait for a coordinator that is away.
+    """
 
     backend: Backend
     tokenizer: Tokenizer
     metrics: ServerMetrics
     jobs: Sequence[Job]
+    coordinator_wait_seconds: float
     usage: Usage = field(default_factory=Usage)
 
     async def collect(self) -> list[Piece]:
         """Return every choice whole, in order. Cancelled or failed, it aborts what is still open."""
+        await self._until_connected()
         tasks = [asyncio.create_task(self._collect_one(job)) for job in self.jobs]
         try:
             return list(await asyncio.gather(*tasks))
         finally:
             await _cancel(tasks)
+
+    async def _until_connected(self) -> None:
+        """A coordinator that restarts costs its clients a wait, not an error."""
+        try:
+            async with asyncio.timeout(self.coordinator_wait_seconds):
+                while not self.backend.connected:  # noqa: ASYNC110 - only while the coordinator is away
+                    await asyncio.sleep(_RECONNECT_CHECK_SECONDS)
+        except TimeoutError as error:
+            message = f"The coordinator has not answered for {self.coordinator_wait_seconds:g} s: try again."
+            raise ApiError(503, message, code="coordinator_unreachable", retry_after_seconds=5) from error
 
     async def _collect_one(self, job: Job) -> Piece:
         with self.metrics.request(len(job.prompt)) as observed:
@@ -101,6 +117,7 @@ class Generation:
 
     async def stream(self) -> AsyncGenerator[Piece]:
         """Yield pieces as they come, choices interleaved. Closed early, it aborts what is still open."""
+        await self._until_connected()
         if len(self.jobs) == 1:
             async with aclosing(self._stream_one(self.jobs[0])) as pieces:
                 async for piece in pieces:

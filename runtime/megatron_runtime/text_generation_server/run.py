@@ -107,7 +107,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    await client.start()
+    await client.start(connect_timeout_seconds=0)  # readiness says when it is connected
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
     try:

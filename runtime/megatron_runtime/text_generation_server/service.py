@@ -153,7 +153,13 @@ class Service:
                         prefix=prefixes[place] if prefixes else "",
                     )
                 )
-        return Generation(backend=self.backend, tokenizer=self.tokenizer, metrics=self.metrics, jobs=jobs)
+        return Generation(
+            backend=self.backend,
+            tokenizer=self.tokenizer,
+            metrics=self.metrics,
+            jobs=jobs,
+            coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
+        )
 
     @contextmanager
     def serving(self) -> Iterator[None]:

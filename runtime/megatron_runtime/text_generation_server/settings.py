@@ -19,6 +19,7 @@ class ServerSettings:
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
     max_body_bytes:     longest request body.
     keep_alive_seconds: a stream that is silent this long gets a comment.
+    coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
     vllm_metrics:       also expose metrics under their vllm: names.
@@ -34,6 +35,7 @@ class ServerSettings:
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
     keep_alive_seconds: float = 15.0
+    coordinator_wait_seconds: float = 30.0
     drain_seconds: float = 60.0
     linger_seconds: float = 0.0
     vllm_metrics: bool = True

@@ -101,6 +101,26 @@ async def test_readiness_names_the_coordinator(start: Any) -> None:
     assert (await running.http.get("/livez")).status_code == 200
 
 
+async def test_requests_wait_for_a_coordinator_that_is_away(start: Any, answer: str) -> None:
+    running = await start(coordinator_wait_seconds=30)
+    running.backend.connected = False
+    waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (True, False)]
+    while running.service.in_flight < 2:
+        await asyncio.sleep(0)
+    assert running.backend.requests == []
+    running.backend.connected = True
+    assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_coordinator_that_stays_away_is_a_503(start: Any, stream: bool) -> None:
+    running = await start(coordinator_wait_seconds=0.1)
+    running.backend.connected = False
+    reply = await running.chat(stream=stream)
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "5")
+    assert reply.json()["error"]["code"] == "coordinator_unreachable"
+
+
 async def test_metrics_count_requests_tokens_and_routes(running: Any) -> None:
     await running.chat()
     await running.chat(stream=True)
