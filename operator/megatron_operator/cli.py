@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import click
 import yaml
@@ -21,6 +21,7 @@ from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
 
+LOG_LEVELS = ["debug", "info", "warning", "error"]
 DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
 
 runtime_image = click.option(
@@ -85,9 +86,7 @@ def main() -> None:
 )
 @click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
 @click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
-@click.option(
-    "--log-level", type=click.Choice(["debug", "info", "warning", "error"]), default="info", show_default=True
-)
+@click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def run(
     *,
     runtime_image: str,
@@ -95,16 +94,16 @@ def run(
     image_pull_policy: str,
     security: bool,
     coordinator_address: str | None,
-    log_format: str,
+    log_format: Literal["json", "text"],
     log_level: str,
     **options: Any,
 ) -> None:
     """Run the controller until it is told to stop or loses its leadership."""
     from megatron_operator.controller import main as controller
-    from megatron_operator.controller.log import configure_logging
+    from megatron_operator.controller.log import configure
     from megatron_operator.controller.options import RunOptions
 
-    configure_logging(log_format, level=log_level)
+    configure(style=log_format, level=log_level)
     settings = Settings(
         runtime_image=runtime_image,
         operator_namespace=operator_namespace,
