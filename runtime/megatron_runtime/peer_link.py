@@ -142,6 +142,10 @@ class PeerLink:
         if self._socket is not None and self.registered:
             self._socket.send(frames)
 
+    def beat(self) -> None:
+        """Send a HEARTBEAT now: something it says has changed."""
+        self.send(self._heartbeat(self._incarnation).to_frames())
+
     def _open(self) -> None:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
@@ -179,7 +183,7 @@ class PeerLink:
                 self._socket.close()
             self._open()
         elif self.registered:
-            self.send(self._heartbeat(self._incarnation).to_frames())
+            self.beat()
         else:
             self.say_hello()
 

@@ -136,7 +136,7 @@ class EngineWorker:
             ranks=self._lifecycle.ranks,
             revision=settings.revision,
             max_requests=settings.max_requests,
-            max_sequence_length=loaded.max_sequence_length,
+            max_sequence_length=loaded.engine.context.max_sequence_length,
             block_size_tokens=settings.block_size_tokens,
         )
 
@@ -172,8 +172,9 @@ class EngineWorker:
                 self._abort(dispatch_id)
             case Control() | ControlCommit():
                 self._controls.put_nowait(message)
-            case Heartbeat(state=CoordinatorState() as state):
-                self._note_coordinator_state(state)
+            case Heartbeat():
+                if message.state is not None:
+                    self._note_coordinator_state(CoordinatorState(message.state.value))
             case Error():
                 logger.warning("the coordinator refused a message: %s %s", message.code.name, message.message)
             case Plain(items=[Header.SHUTDOWN]):
@@ -219,6 +220,7 @@ class EngineWorker:
             self._outputs.set_epoch(ack.epoch)
         if self._serving:
             await self._lifecycle.converge(ack.state)
+            self._link.beat()
             return
         self._weights_wanted = ack.state is not CoordinatorState.SUSPENDED
         if self._weights_wanted:
