@@ -258,7 +258,8 @@ class Coordinator:
     def _admit(
         self, client: Client, uid: bytes, message: Submit, *, prompt: bytes, plain_id: int | None = None
     ) -> None:
-        if self.settings.pause_mode == "Reject" and self.verbs.holds and self.dispatcher.journal.get(uid) is None:
+        rejects = self.settings.pause_mode == "Reject" and self.verbs.holds
+        if (rejects or self.engines.stopped) and self.dispatcher.journal.get(uid) is None:
             self._refuse_submit(client, uid, plain_id)
             return
         self.dispatcher.submit(
@@ -275,7 +276,8 @@ class Coordinator:
 
     def _refuse_submit(self, client: Client, uid: bytes, plain_id: int | None) -> None:
         self.counters.refused += 1
-        text = f"the engines are {self.verbs.state.value.lower()}: try again later"
+        state = "stopped" if self.engines.stopped else self.verbs.state.value.lower()
+        text = f"the engines are {state}: try again later"
         if plain_id is not None:
             self.clients.send(client, plain.failed_reply(plain_id, ErrorCode.UNAVAILABLE, text))
             return
@@ -429,6 +431,7 @@ class Coordinator:
         self.registration.welcome(engine)
 
     def stop_requests(self) -> None:
+        self.engines.stopped = True
         message = "the engines were stopped"
         self.dispatcher.fail_all(self.dispatcher.journal, ErrorCode.UNAVAILABLE, message)
 

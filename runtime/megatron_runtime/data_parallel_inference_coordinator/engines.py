@@ -80,6 +80,8 @@ class EngineRegistry:
         self._by_name: dict[str, Engine] = {}
         self._by_peer: dict[PeerId, Engine] = {}
         self._indices = count()
+        self.stopped = False
+        """All engines were told STOP and none has come since: there is nothing to wait for."""
 
     def __iter__(self) -> Iterator[Engine]:
         return iter(list(self._by_name.values()))
@@ -104,6 +106,7 @@ class EngineRegistry:
 
     def add(self, name: str, peer: PeerId, *, incarnation: int, now: float, plain: bool = False) -> Engine:
         engine = Engine(name, peer, incarnation, next(self._indices), now, plain=plain)
+        self.stopped = False
         self._by_name[name] = engine
         self._by_peer[peer] = engine
         return engine
