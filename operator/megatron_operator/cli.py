@@ -14,6 +14,7 @@ import click
 import yaml
 
 from megatron_operator import __version__
+from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFileError, read_resource
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.settings import Settings
@@ -118,6 +119,16 @@ def run(
 def crd(output: str) -> None:
     """Print the CustomResourceDefinition."""
     click.echo(_dump([custom_resource_definition()], form=output), nl=False)
+
+
+@main.command()
+@operator_namespace
+@runtime_image
+@click.option("--image", default=f"megatron-operator:{__version__}", show_default=True, help="Image of the operator.")
+def install(operator_namespace: str, runtime_image: str, image: str) -> None:
+    """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
+    manifests = install_manifests(namespace=operator_namespace, image=image, runtime_image=runtime_image)
+    click.echo(_dump(manifests, form="yaml"), nl=False)
 
 
 @main.command()

@@ -1,0 +1,23 @@
+{{- define "megatron.fullname" -}}
+{{- if hasSuffix "operator" .Release.Name }}{{ .Release.Name | trunc 52 | trimSuffix "-" }}{{ else }}{{ printf "%s-operator" (.Release.Name | trunc 43 | trimSuffix "-") }}{{ end }}
+{{- end }}
+
+{{- define "megatron.selector" -}}
+app.kubernetes.io/name: megatron-operator
+app.kubernetes.io/instance: {{ .Release.Name }}
+{{- end }}
+
+{{- define "megatron.labels" -}}
+{{ include "megatron.selector" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version }}
+{{- end }}
+
+{{- define "megatron.serviceAccount" -}}
+{{ .Values.serviceAccount.name | default (include "megatron.fullname" .) }}
+{{- end }}
+
+{{- define "megatron.image" -}}
+{{ .image.repository }}:{{ .image.tag | default .root.Chart.AppVersion }}
+{{- end }}

@@ -1,0 +1,166 @@
+"""The operator's own manifests, for installing without Helm: `manifests/install.yaml`. Pure.
+
+The rules of its roles are written here once; the Helm chart reads them from `files/rules.yaml`, generated from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.model.resource import GROUP, PLURAL
+
+Manifest = dict[str, Any]
+Rule = dict[str, list[str]]
+
+NAME = "megatron-operator"
+LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": "megatron"}
+HEALTH_PORT = 8080
+USER = 65532
+READ = ["get", "list", "watch"]
+OWN = [*READ, "create", "patch", "delete"]
+
+
+def _rule(group: str, resources: list[str], verbs: list[str]) -> Rule:
+    return {"apiGroups": [group], "resources": resources, "verbs": verbs}
+
+
+RESOURCE_RULES: list[Rule] = [
+    _rule(GROUP, [PLURAL], READ),
+    _rule(GROUP, [f"{PLURAL}/status"], ["get", "patch"]),
+    _rule("apps", ["deployments", "statefulsets"], OWN),
+    _rule("", ["services", "configmaps", "serviceaccounts"], OWN),
+    _rule("policy", ["poddisruptionbudgets"], OWN),
+    _rule("networking.k8s.io", ["networkpolicies"], OWN),
+    _rule("", ["pods"], [*READ, "delete"]),
+    _rule("", ["secrets"], ["get", "create"]),
+    _rule("events.k8s.io", ["events"], ["create", "patch"]),
+]
+"""What the operator does where resources are. Secrets are read and created by name, never listed."""
+
+CLUSTER_RULES: list[Rule] = [_rule("apiextensions.k8s.io", ["customresourcedefinitions"], READ)]
+"""What it looks at beside them when it serves all namespaces: whether its own kind exists."""
+
+HOME_RULES: list[Rule] = [
+    _rule("coordination.k8s.io", ["leases"], ["get", "create", "update", "patch"]),
+    _rule("", ["secrets"], ["get", "create"]),
+]
+"""What it does in its own namespace: its Lease and its admin key."""
+
+
+def rules_file() -> dict[str, list[Rule]]:
+    """The content of the chart's `files/rules.yaml`."""
+    return {"resource": RESOURCE_RULES, "cluster": CLUSTER_RULES, "home": HOME_RULES}
+
+
+def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
+    return {"name": name, **({"namespace": namespace} if namespace else {}), "labels": dict(LABELS)}
+
+
+def _subject(namespace: str) -> list[dict[str, str]]:
+    return [{"kind": "ServiceAccount", "name": NAME, "namespace": namespace}]
+
+
+def _binding(kind: str, name: str, namespace: str | None, subject_namespace: str) -> Manifest:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": f"{kind}Binding",
+        "metadata": _meta(name, namespace),
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": name},
+        "subjects": _subject(subject_namespace),
+    }
+
+
+def _role(kind: str, name: str, namespace: str | None, rules: list[Rule]) -> Manifest:
+    return {
+        "apiVersion": "rbac.authorization.k8s.io/v1",
+        "kind": kind,
+        "metadata": _meta(name, namespace),
+        "rules": rules,
+    }
+
+
+def _field(path: str) -> dict[str, Any]:
+    return {"fieldRef": {"fieldPath": path}}
+
+
+def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
+    probe = {"port": HEALTH_PORT}
+    return {
+        "name": "operator",
+        "image": image,
+        "imagePullPolicy": "IfNotPresent",
+        "args": ["run", "--runtime-image", runtime_image, "--image-pull-policy", "IfNotPresent"],
+        "env": [
+            {"name": "POD_NAME", "valueFrom": _field("metadata.name")},
+            {"name": "POD_UID", "valueFrom": _field("metadata.uid")},
+            {"name": "POD_NAMESPACE", "valueFrom": _field("metadata.namespace")},
+        ],
+        "ports": [{"name": "health", "containerPort": HEALTH_PORT}],
+        "livenessProbe": {"httpGet": {"path": "/healthz", **probe}, "periodSeconds": 10, "failureThreshold": 6},
+        "readinessProbe": {"httpGet": {"path": "/readyz", **probe}, "periodSeconds": 2},
+        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}],
+    }
+
+
+def _deployment(namespace: str, *, image: str, runtime_image: str) -> Manifest:
+    pod = {
+        "serviceAccountName": NAME,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": 20,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [_container(image=image, runtime_image=runtime_image)],
+        "volumes": [{"name": "tmp", "emptyDir": {}}],
+    }
+    return {
+        "apiVersion": "apps/v1",
+        "kind": "Deployment",
+        "metadata": _meta(NAME, namespace),
+        "spec": {
+            "replicas": 1,
+            "selector": {"matchLabels": dict(LABELS)},
+            "template": {"metadata": {"labels": dict(LABELS)}, "spec": pod},
+        },
+    }
+
+
+def _network_policy(namespace: str) -> Manifest:
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": _meta(NAME, namespace),
+        "spec": {
+            "podSelector": {"matchLabels": dict(LABELS)},
+            "policyTypes": ["Ingress"],
+            "ingress": [{"ports": [{"protocol": "TCP", "port": HEALTH_PORT}]}],
+        },
+    }
+
+
+def install_manifests(*, namespace: str, image: str, runtime_image: str) -> list[Manifest]:
+    """Everything `kubectl apply --server-side -f` needs to have an operator for all namespaces."""
+    restricted = {f"pod-security.kubernetes.io/{mode}": "restricted" for mode in ("enforce", "warn")}
+    home = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": restricted}}
+    account = {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": _meta(NAME, namespace)}
+    return [
+        home,
+        custom_resource_definition(),
+        account,
+        _role("ClusterRole", NAME, None, [*CLUSTER_RULES, *RESOURCE_RULES]),
+        _binding("ClusterRole", NAME, None, namespace),
+        _role("Role", NAME, namespace, HOME_RULES),
+        _binding("Role", NAME, namespace, namespace),
+        _network_policy(namespace),
+        _deployment(namespace, image=image, runtime_image=runtime_image),
+    ]
