@@ -105,7 +105,7 @@ async def test_requests_wait_for_a_coordinator_that_is_away(start: Any, answer: 
     running = await start(coordinator_wait_seconds=30)
     running.backend.connected = False
     waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (True, False)]
-    while running.service.in_flight < 2:
+    while running.service.in_flight < 2:  # noqa: ASYNC110 - the requests are on their way
         await asyncio.sleep(0)
     assert running.backend.requests == []
     running.backend.connected = True
