@@ -16,10 +16,10 @@ import zmq
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.auth import kopf_connection, load_configuration
+from megatron_operator.cluster.auth import LoginError, kopf_connection, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.keys import ensure_admin_keys
+from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
 from megatron_operator.cluster.writer import Writer
@@ -27,11 +27,11 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.options import RunOptions
-from megatron_operator.controller.probes import Probes
+from megatron_operator.controller.probes import BindError, Probes
 from megatron_operator.controller.supervisor import Supervisor
 from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.controller.watches import build_registry, kopf_settings
-from megatron_operator.link.address import Resolver, service_address, template_resolver
+from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import decide
 from megatron_runtime.wire.security import KeyPair
@@ -41,9 +41,20 @@ logger = logging.getLogger(__name__)
 CRD_RETRY_SECONDS = 2.0
 
 
+class OperatorStartError(RuntimeError):
+    """What this process was told cannot be used. The message names it and the remedy."""
+
+
 def run(options: RunOptions) -> int:
-    """The exit code. Logging is configured by the caller."""
-    return asyncio.run(OperatorProcess(options).run())
+    """The exit code. Logging is configured by the caller.
+
+    Raises:
+        OperatorStartError: no login, a taken port, a template that cannot be filled in.
+    """
+    try:
+        return asyncio.run(OperatorProcess(options).run())
+    except (LoginError, AddressTemplateError, BindError, KeyFormatError) as error:
+        raise OperatorStartError(str(error)) from error
 
 
 class OperatorProcess:

@@ -19,6 +19,10 @@ STALLED_SECONDS = 120.0
 """A pass that takes longer hangs: every request and every wait in it has a deadline far below."""
 
 
+class BindError(RuntimeError):
+    """The address is taken. The message names it."""
+
+
 class Probes:
     """One listening socket.
 
@@ -43,7 +47,7 @@ class Probes:
         self._runner: web.AppRunner | None = None
 
     async def start(self) -> None:
-        """Raises OSError naming the address when it is taken."""
+        """Raises BindError."""
         app = web.Application()
         app.add_routes(
             [
@@ -58,8 +62,10 @@ class Probes:
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
         except OSError as error:
-            message = f"cannot bind {self._host}:{self._port} ({error.strerror}): choose another --health-port"
-            raise OSError(error.errno, message) from error
+            await self._runner.cleanup()
+            raise BindError(
+                f"cannot bind {self._host}:{self._port} ({error.strerror}); choose another --health-port"
+            ) from error
 
     async def stop(self) -> None:
         if self._runner is not None:
