@@ -81,6 +81,21 @@ def main() -> None:
 @click.option("--kubeconfig", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Not in a pod only.")
 @click.option("--context", help="Context of the kubeconfig.")
 @click.option("--health-port", type=click.IntRange(0, 65535), default=8080, show_default=True)
+@click.option("--lease-name", default="megatron-operator", show_default=True, help="One for each set of namespaces.")
+@click.option(
+    "--lease-seconds",
+    type=click.FloatRange(1, 600),
+    default=15.0,
+    show_default=True,
+    help="A dead leader is replaced after so long.",
+)
+@click.option(
+    "--resync-seconds",
+    type=click.FloatRange(min=1),
+    default=300.0,
+    show_default=True,
+    help="How often the objects of each resource are listed afresh.",
+)
 @click.option(
     "--coordinator-address",
     help="Template of a coordinator's admin address with {name} and {namespace}. Default: its Service's cluster IP.",
@@ -111,7 +126,13 @@ def run(
         image_pull_policy=image_pull_policy,
         security=security,
     )
-    sys.exit(controller.run(RunOptions(settings=settings, coordinator_address_template=coordinator_address, **options)))
+    try:
+        code = controller.run(
+            RunOptions(settings=settings, coordinator_address_template=coordinator_address, **options)
+        )
+    except controller.OperatorStartError as error:
+        raise click.ClickException(str(error)) from error
+    sys.exit(code)
 
 
 @main.command()

@@ -34,7 +34,7 @@ RESOURCE_RULES: list[Rule] = [
     _rule("networking.k8s.io", ["networkpolicies"], OWN),
     _rule("", ["pods"], [*READ, "delete"]),
     _rule("", ["secrets"], ["get", "create"]),
-    _rule("events.k8s.io", ["events"], ["create", "patch"]),
+    _rule("events.k8s.io", ["events"], ["get", "create", "patch"]),
 ]
 """What the operator does where resources are. Secrets are read and created by name, never listed."""
 

@@ -11,7 +11,7 @@ Resolver = Callable[[str, str, str], str | None]
 
 
 class AddressTemplateError(ValueError):
-    """`--coordinator-address-template` cannot be filled in."""
+    """`--coordinator-address` cannot be filled in."""
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
@@ -32,7 +32,7 @@ def template_resolver(template: str) -> Resolver:
         template.format(name="name", namespace="namespace")
     except (KeyError, IndexError, ValueError) as error:
         raise AddressTemplateError(
-            f"--coordinator-address-template {template!r}: {error}; only {{name}} and {{namespace}} may stand in braces"
+            f"--coordinator-address {template!r}: {error}; only {{name}} and {{namespace}} may stand in braces"
         ) from error
 
     def resolve(name: str, namespace: str, cluster_ip: str) -> str | None:
