@@ -1,0 +1,117 @@
+"""`make demo`: set everything up, then walk one resource through its life on a real Kubernetes."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from localcluster import installation
+from localcluster.cluster import LocalCluster
+from localcluster.errors import ClusterError
+from localcluster.kubectl import CommandError, Kubectl
+from localcluster.progress import Steps
+from localcluster.settings import REPOSITORY
+from localcluster.walkthrough import CheckError, Walkthrough
+
+SAMPLE = REPOSITORY / "manifests" / "samples" / "cpu-demo.yaml"
+NAME = "demo"
+
+
+@dataclass(frozen=True)
+class Target:
+    """A cluster to run on, and how a Service there is reached from here."""
+
+    kube: Kubectl
+    helm: Path | str
+    values: tuple[str, ...] = ()
+    forwards_ports: bool = False
+
+    def reach(self, service: str) -> str:
+        return f"http://{self.kube.cluster_ip(service)}"
+
+
+@contextmanager
+def _forwarded(target: Target, service: str) -> Iterator[str]:
+    """The URL of a Service through `kubectl port-forward`, for clusters whose Services are not routed to here."""
+    command = target.kube.command("port-forward", f"service/{service}", ":80")
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        found = re.search(r"127\.0\.0\.1:(\d+)", line)
+        if found is None:
+            raise ClusterError(f"kubectl port-forward said {line!r}: is the Service {service} there?")
+        yield f"http://127.0.0.1:{found[1]}"
+    finally:
+        process.terminate()
+        process.wait(10)
+
+
+def _embedded(steps: Steps) -> Target:
+    cluster = LocalCluster(steps=steps)
+    helm = installation.prepare(cluster, steps)
+    return Target(Kubectl(str(cluster.kubectl), cluster.kubeconfig), helm)
+
+
+def _walk(target: Target, steps: Steps) -> None:
+    def walkthrough(url: str | None = None) -> Walkthrough:
+        return Walkthrough(target.kube, steps, SAMPLE, NAME, target.reach if url is None else lambda _service: url)
+
+    if not target.forwards_ports:
+        walkthrough().run()
+        return
+    target.kube("apply", "-f", str(SAMPLE))
+    target.kube.wait(f"mi/{NAME}", "condition=Ready", seconds=600)
+    with _forwarded(target, NAME) as url:
+        walkthrough(url).run()
+
+
+def _farewell(target: Target) -> str:
+    if target.kube.kubeconfig is None:
+        return f"The resource {NAME} is still there: kubectl delete mi {NAME}; helm uninstall {installation.RELEASE}"
+    return f"""
+The cluster is up, and the model serves:
+
+  export KUBECONFIG={target.kube.kubeconfig}
+  {target.kube.executable} get mi,pods
+  curl {target.reach(NAME)}/v1/models
+  {target.kube.executable} patch mi {NAME} --type merge -p '{{"spec":{{"desiredState":"Paused"}}}}'
+
+make cluster-down removes it."""
+
+
+@click.command()
+@click.option(
+    "--cluster",
+    type=click.Choice(["embedded", "current"]),
+    default="embedded",
+    help="A node of our own, or the cluster of the current kubeconfig context.",
+)
+def main(cluster: str) -> None:
+    """Show the main job end to end, every step checked."""
+    steps = Steps()
+    try:
+        if cluster == "embedded":
+            target = _embedded(steps)
+            installation.install_operator(target.kube, target.helm, steps)
+        else:
+            # The chart's own image names, or those of an operator that is installed already.
+            target = Target(Kubectl(), "helm", forwards_ports=True)
+            target.kube("get", "crd", "megatroninferences.inference.megatron.dev")
+        _walk(target, steps)
+    except (ClusterError, CheckError, CommandError) as error:
+        click.echo(f"\nThe demo stopped: {error}", err=True)
+        click.echo("Have a look: kubectl get mi,pods; kubectl describe mi demo; python -m localcluster logs", err=True)
+        sys.exit(1)
+    click.echo(_farewell(target))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""The operator on a cluster: images, node, chart. What the demo and the end-to-end tests stand on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from localcluster import images, packages, programs
+from localcluster.cluster import LocalCluster
+from localcluster.kubectl import CommandError, Kubectl
+from localcluster.progress import Steps
+from localcluster.settings import REPOSITORY
+from localcluster.shell import run
+
+RELEASE = "megatron"
+OPERATOR_NAMESPACE = "megatron-system"
+CHART = REPOSITORY / "charts" / "megatron-inference"
+
+
+def prepare(cluster: LocalCluster, steps: Steps) -> Path:
+    """Node up, images built and loaded; programs and images are built side by side. Returns the path of helm."""
+    packages.ensure([*packages.NODE, *packages.IMAGES], steps)
+    with ThreadPoolExecutor(1) as pool:
+        built = pool.submit(images.build, tuple(images.TARGETS), steps)
+        programs.ensure([*programs.NODE, "helm"], steps)
+        cluster.up()
+        built.result()
+    cluster.build_images(tuple(images.TARGETS))
+    return cluster.program("helm")
+
+
+def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: Sequence[str] = ()) -> None:
+    """Install or upgrade the chart with the images built here, and wait until the operator is ready.
+
+    values: further `--set` assignments; they win.
+    """
+    with steps.step("helm upgrade --install: the operator is ready"):
+        defaults = [
+            f"{target}.image.{key}={value}"
+            for target, reference in images.TARGETS.items()
+            for key, value in zip(("repository", "tag"), reference.rsplit(":", 1), strict=True)
+        ]
+        kubeconfig = ["--kubeconfig", str(kube.kubeconfig)] if kube.kubeconfig else []
+        chosen = [part for value in [*defaults, *values] for part in ("--set", value)]
+        run(
+            [helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, "--namespace", OPERATOR_NAMESPACE]
+            + ["--create-namespace", *chosen]
+        )
+        system = kube.in_namespace(OPERATOR_NAMESPACE)
+        if not values:
+            # The tag of a development image stays the same when its content changes.
+            system("rollout", "restart", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}")
+        try:
+            system("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}", "--timeout=120s")
+        except CommandError as error:
+            logs = system("logs", "-l", f"app.kubernetes.io/instance={RELEASE}", "--tail=40")
+            raise CommandError(["helm", "upgrade"], 1, f"{error}\n{logs}") from error
