@@ -43,10 +43,8 @@ def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: S
         ]
         kubeconfig = ["--kubeconfig", str(kube.kubeconfig)] if kube.kubeconfig else []
         chosen = [part for value in [*defaults, *values] for part in ("--set", value)]
-        run(
-            [helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, "--namespace", OPERATOR_NAMESPACE]
-            + ["--create-namespace", *chosen]
-        )
+        place = ["--namespace", OPERATOR_NAMESPACE, "--create-namespace"]
+        run([helm, *kubeconfig, "upgrade", "--install", RELEASE, CHART, *place, *chosen])
         system = kube.in_namespace(OPERATOR_NAMESPACE)
         if not values:
             # The tag of a development image stays the same when its content changes.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -12,6 +13,9 @@ from megatron_runtime.engines.echo_executor import EchoExecutor
 from megatron_runtime.engines.executor import Executor
 from megatron_runtime.engines.output_stage import Detokenizer
 from megatron_runtime.engines.settings import EngineSettings
+
+if TYPE_CHECKING:
+    from megatron_runtime.tokenization import Tokenizer
 
 ECHO_PAGE_SIZE = 16
 ECHO_TOKEN_BYTES = 4
@@ -65,7 +69,7 @@ def _torch(settings: EngineSettings) -> Executor:
 
 def _detokenizer_of(model: str) -> Callable[[], Detokenizer]:
     @cache
-    def tokenizer():  # type: ignore[no-untyped-def]
+    def tokenizer() -> Tokenizer:
         from megatron_runtime.tokenization import load_tokenizer
 
         return load_tokenizer(model)
