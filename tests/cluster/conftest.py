@@ -1,0 +1,177 @@
+"""A real API server for the whole run; for each test a namespace, a played node and an operator of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+import subprocess
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.auth import load_configuration
+from megatron_operator.cluster.kinds import EVENT, RESOURCE, Kind
+from megatron_operator.model.crd import custom_resource_definition
+from operator_process import OperatorProcess
+from played_node import PlayedNode
+
+from localcluster import LocalCluster
+
+NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
+CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[LocalCluster]:
+    """Left up when it was up before, or with MEGATRON_KEEP_CLUSTER=1."""
+    cluster = LocalCluster(name="control-plane", control_plane_only=True)
+    was_up = cluster.kubeconfig.exists() and all(component.ready for component in cluster.status())
+    cluster.up()
+    yield cluster
+    if not was_up and not os.environ.get("MEGATRON_KEEP_CLUSTER"):
+        cluster.down()
+
+
+@pytest.fixture(scope="session")
+def crd(control_plane: LocalCluster) -> None:
+    """The generated CRD, established."""
+    install_crd(control_plane)
+
+
+def install_crd(cluster: LocalCluster) -> None:
+    manifest = json.dumps(custom_resource_definition())
+    cluster.run_kubectl("apply", "--server-side", "--force-conflicts", "-f", "-", stdin=manifest)
+    name = custom_resource_definition()["metadata"]["name"]
+    cluster.run_kubectl("wait", "--for=condition=Established", f"crd/{name}", "--timeout=30s")
+
+
+@pytest.fixture
+async def api(control_plane: LocalCluster) -> AsyncIterator[KubeApi]:
+    async with KubeApi(await load_configuration(kubeconfig=control_plane.kubeconfig)) as found:
+        yield found
+
+
+@pytest.fixture
+async def namespace(api: KubeApi, crd: None) -> AsyncIterator[str]:
+    name = f"t-{secrets.token_hex(4)}"
+    await api.request("POST", NAMESPACE.path(None), body={"metadata": {"name": name}})
+    yield name
+    try:
+        await api.request("DELETE", NAMESPACE.path(None, name))
+    except ApiError as error:
+        assert error.not_found, error
+
+
+@pytest.fixture
+async def node(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[PlayedNode]:
+    played = PlayedNode(api, namespace=namespace, folder=tmp_path)
+    played.start()
+    yield played
+    await played.stop()
+
+
+@pytest.fixture
+def make_operator(
+    control_plane: LocalCluster, namespace: str, node: PlayedNode, tmp_path: Path
+) -> Iterator[Callable[..., OperatorProcess]]:
+    made: list[OperatorProcess] = []
+
+    def make(*arguments: str) -> OperatorProcess:
+        process = OperatorProcess(
+            kubeconfig=control_plane.kubeconfig,
+            namespace=namespace,
+            coordinator_port=node.ports.admin,
+            log=tmp_path / f"operator-{len(made)}.log",
+            arguments=arguments,
+        )
+        made.append(process)
+        return process
+
+    yield make
+    for process in made:
+        if process.running:
+            process.kill()
+
+
+@pytest.fixture
+async def operator(make_operator: Callable[..., OperatorProcess]) -> OperatorProcess:
+    process = make_operator()
+    await process.start()
+    return process
+
+
+class Resource:
+    """One MegatronInference as a user sees it."""
+
+    def __init__(self, api: KubeApi, namespace: str, name: str = "demo") -> None:
+        self.name, self.namespace = name, namespace
+        self._api = api
+
+    async def create(self, **spec: Any) -> dict[str, Any]:
+        body = {
+            "apiVersion": RESOURCE.api_version,
+            "kind": RESOURCE.kind,
+            "metadata": {"name": self.name, "namespace": self.namespace},
+            "spec": {"model": {"source": {"builtin": "smollm2-135m"}}, **spec},
+        }
+        return await self._api.create(RESOURCE, body, manager="test")
+
+    async def patch(self, **spec: Any) -> None:
+        await self._api.merge_patch(RESOURCE, self.namespace, self.name, {"spec": spec}, manager="test")
+
+    async def get(self) -> dict[str, Any] | None:
+        return await self._api.get(RESOURCE, self.namespace, self.name)
+
+    async def status(self) -> dict[str, Any]:
+        found = await self.get()
+        return (found or {}).get("status") or {}
+
+    async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 45) -> dict[str, Any]:
+        """The first status that meets the condition."""
+        try:
+            async with asyncio.timeout(seconds):
+                while True:
+                    status = await self.status()
+                    if condition(status):
+                        return status
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
+
+    async def settled(self, state: str, *, seconds: float = 45) -> dict[str, Any]:
+        """The status once the desired state is reached and confirmed."""
+        return await self.until(
+            lambda status: status.get("state") == state and condition(status, "LifecycleSettled")["status"] == "True",
+            seconds=seconds,
+        )
+
+    async def delete(self) -> None:
+        await self._api.request("DELETE", RESOURCE.path(self.namespace, self.name))
+
+    async def events(self) -> list[str]:
+        return [
+            event["reason"]
+            for event in await self._api.list(EVENT, self.namespace)
+            if event["regarding"]["name"] == self.name and event["regarding"]["kind"] == RESOURCE.kind
+        ]
+
+
+def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
+    return next((entry for entry in status.get("conditions", ()) if entry["type"] == kind), {"status": "Unknown"})
+
+
+@pytest.fixture
+def resource(api: KubeApi, namespace: str) -> Resource:
+    return Resource(api, namespace)
+
+
+@pytest.fixture
+def kubectl(control_plane: LocalCluster, namespace: str) -> Callable[..., subprocess.CompletedProcess[str]]:
+    def call(*arguments: str, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
+        return control_plane.run_kubectl("--namespace", namespace, *arguments, stdin=stdin, check=False)
+
+    return call

@@ -1,0 +1,87 @@
+"""The operator as a process of its own, which a test can kill, and what it says on its metrics page and in its log."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from played_node import free_port
+
+
+class OperatorProcess:
+    """`megatron-operator run` for one namespace, which also holds its Lease and admin key."""
+
+    def __init__(self, *, kubeconfig: Path, namespace: str, coordinator_port: int, log: Path, arguments: tuple[str, ...] = ()) -> None:
+        self.health_port = free_port()
+        self.log = log
+        self._process: subprocess.Popen[bytes] | None = None
+        self._command = [
+            *(sys.executable, "-m", "megatron_operator.cli", "run"),
+            *("--kubeconfig", str(kubeconfig)),
+            *("--namespace", namespace),
+            *("--operator-namespace", namespace),
+            *("--coordinator-address", f"127.0.0.1:{coordinator_port}"),
+            *("--lease-seconds", "2"),
+            *("--health-port", str(self.health_port)),
+            *arguments,
+        ]
+
+    async def start(self) -> None:
+        """Start, and wait until it leads and watches."""
+        with self.log.open("ab") as log:
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
+        async with asyncio.timeout(30):
+            while not await self._watches():
+                assert self._process.poll() is None, f"the operator ended:\n{self.log.read_text()[-3000:]}"
+                await asyncio.sleep(0.1)
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> int:
+        """SIGTERM; the exit status."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(timeout=20)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    async def writes(self) -> dict[str, float]:
+        """Writes to the API server so far, by "verb kind"."""
+        page = await self._get("/metrics")
+        found = {}
+        for line in page.splitlines():
+            if line.startswith("megatron_operator_api_writes_total{"):
+                labels, value = line.removeprefix("megatron_operator_api_writes_total").rsplit(" ", 1)
+                pairs = dict(part.split("=") for part in labels.strip("{}").split(","))
+                found[f"{pairs['verb']} {pairs['kind']}".replace('"', "")] = float(value)
+        return found
+
+    def lines(self, message: str) -> list[dict[str, Any]]:
+        """Log lines with this message."""
+        found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
+        return [line for line in found if line["msg"] == message]
+
+    async def _watches(self) -> bool:
+        try:
+            beat = json.loads(await self._get("/healthz"))
+        except (OSError, ValueError):
+            return False
+        return bool(beat["phase"] == "leading")
+
+    async def _get(self, path: str) -> str:
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.health_port)
+        writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
+        answer = await asyncio.wait_for(reader.read(), 5)
+        writer.close()
+        return answer.decode().split("\r\n\r\n", 1)[1]

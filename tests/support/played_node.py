@@ -1,0 +1,204 @@
+"""A node played by the test: pods of a control plane without kubelet become real processes with an echo engine.
+
+A coordinator pod is a real coordinator on loopback, an engine pod a real engine process whose executor echoes, with
+the keys of the real Secret; a server pod is only marked ready. A pod is Ready when its process says so, and its process
+ends when the pod is gone. Command lines are those of the rendered containers, with addresses, ports and paths put right.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.kinds import POD, SECRET
+from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
+
+LOOK_SECONDS = 0.15
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Ports:
+    """Of the one resource whose coordinator runs here; they stay when the coordinator restarts."""
+
+    client: int = field(default_factory=free_port)
+    engine: int = field(default_factory=free_port)
+    admin: int = field(default_factory=free_port)
+
+
+@dataclass
+class Container:
+    """One pod and its process; server pods have none."""
+
+    name: str
+    uid: str
+    component: str
+    engine: str
+    process: subprocess.Popen[bytes] | None
+    health_port: int
+    ready: bool | None = None
+
+
+class PlayedNode:
+    """Runs the pods of one namespace until stop()."""
+
+    def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
+        self.ports = Ports()
+        self.containers: dict[str, Container] = {}
+        self.start_engines = True
+        """False: engine pods stay Pending, as when no node has room."""
+        self._api = api
+        self._namespace = namespace
+        self._folder = folder
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._play())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for container in self.containers.values():
+            _end(container, signal.SIGKILL)
+
+    def engine(self, name: str) -> Container:
+        return next(container for container in self.containers.values() if container.engine == name)
+
+    def signal_engine(self, name: str, number: signal.Signals) -> None:
+        process = self.engine(name).process
+        assert process is not None
+        process.send_signal(number)
+
+    async def _play(self) -> None:
+        while True:
+            with contextlib.suppress(ApiError):
+                await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        pods = {pod["metadata"]["uid"]: pod for pod in await self._api.list(POD, self._namespace)}
+        for uid in [uid for uid in self.containers if uid not in pods]:
+            _end(self.containers.pop(uid), signal.SIGTERM)
+        for uid, pod in pods.items():
+            if uid not in self.containers and (self.start_engines or _label(pod, LABEL_COMPONENT) != ENGINE):
+                self.containers[uid] = await self._start(pod)
+        for container in self.containers.values():
+            ready = await self._is_ready(container)
+            if ready != container.ready:
+                await self._report(container, ready=ready)
+                container.ready = ready
+
+    async def _start(self, pod: Mapping[str, Any]) -> Container:
+        component, name = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
+        health_port, process = free_port(), None
+        if component in (COORDINATOR, ENGINE):
+            spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == component)
+            arguments = self._localize(spec["args"], health_port, await self._keys(_label(pod, LABEL_INSTANCE)))
+            with (self._folder / f"{name}.log").open("ab") as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "megatron_runtime.cli", *arguments],
+                    stdout=log,
+                    stderr=log,
+                    env={**os.environ, "MEGATRON_PARENT_PID": str(os.getpid())},
+                )
+        return Container(name, pod["metadata"]["uid"], component, _label(pod, LABEL_ENGINE), process, health_port)
+
+    def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
+        ports = self.ports
+        local = {
+            "--listen": "127.0.0.1",
+            "--client-port": str(ports.client),
+            "--engine-port": str(ports.engine),
+            "--admin-port": str(ports.admin),
+            "--health-port": str(health_port),
+            "--coordinator": f"tcp://127.0.0.1:{ports.engine}",
+            "--keys-dir": str(keys),
+            "--kv-cache-memory": "1Mi",
+            "--threads": "1",
+        }
+        found = list(arguments)
+        for index, argument in enumerate(found[:-1]):
+            if argument in local:
+                found[index + 1] = local[argument]
+        return [*found, "--executor", "echo"] if found[0] == ENGINE else found
+
+    async def _keys(self, instance: str) -> Path:
+        folder = self._folder / f"{instance}-keys"
+        secret = await self._api.get(SECRET, self._namespace, f"{instance}-keys")
+        assert secret is not None, f"a pod of {instance} was made before its keys"
+        folder.mkdir(exist_ok=True)
+        for entry, text in secret["data"].items():
+            (folder / entry).write_bytes(base64.b64decode(text))
+        return folder
+
+    async def _is_ready(self, container: Container) -> bool:
+        if container.process is None:
+            return True
+        if container.process.poll() is not None:
+            return False
+        try:
+            async with asyncio.timeout(0.5):
+                reader, writer = await asyncio.open_connection("127.0.0.1", container.health_port)
+                writer.write(b"GET /readyz HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                answer = await reader.readline()
+                writer.close()
+        except (OSError, TimeoutError):
+            # A process that a test has frozen answers nothing; a kubelet would give it a few more tries.
+            return bool(container.ready)
+        return b" 200 " in answer
+
+    async def _report(self, container: Container, *, ready: bool) -> None:
+        status = {
+            "phase": "Running",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [
+                {
+                    "name": container.component,
+                    "image": "played",
+                    "imageID": "played",
+                    "ready": ready,
+                    "restartCount": 0,
+                    "state": {"running": {"startedAt": None}},
+                }
+            ],
+        }
+        await self._api.request(
+            "PATCH",
+            POD.path(self._namespace, container.name, subresource="status"),
+            body={"metadata": {"uid": container.uid}, "status": status},
+            content_type="application/merge-patch+json",
+        )
+
+
+def _label(pod: Mapping[str, Any], label: str) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(label, ""))
+
+
+def _end(container: Container, number: signal.Signals) -> None:
+    process = container.process
+    if process is None or process.poll() is not None:
+        return
+    process.send_signal(signal.SIGCONT)
+    process.send_signal(number)
+    try:
+        process.wait(timeout=5)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
