@@ -1,0 +1,123 @@
+"""The command line, run as a user runs it."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from megatron_operator.cli import main
+from megatron_operator.explain import explanation
+from megatron_operator.generate import generated_files
+from megatron_operator.install import install_manifests
+
+ROOT = Path(__file__).parents[3]
+DEMO = ROOT / "manifests/samples/cpu-demo.yaml"
+
+
+def _run(*args: str) -> Any:
+    return CliRunner().invoke(main, list(args))
+
+
+def test_crd_prints_the_definition() -> None:
+    result = _run("crd")
+    assert result.exit_code == 0
+    assert yaml.safe_load(result.output)["metadata"]["name"] == "megatroninferences.inference.megatron.dev"
+
+
+def test_render_prints_the_children() -> None:
+    result = _run("render", "-f", str(DEMO), "--runtime-image", "r:1")
+    kinds = [document["kind"] for document in yaml.safe_load_all(result.output)]
+    assert kinds.count("StatefulSet") == 1
+    assert "Secret" not in kinds
+
+
+def test_a_bad_file_is_refused_with_every_field(tmp_path: Path) -> None:
+    bad = yaml.safe_load(DEMO.read_text())
+    bad["spec"]["replicas"] = -1
+    bad["spec"]["model"]["source"] = {}
+    path = tmp_path / "bad.yaml"
+    path.write_text(yaml.safe_dump(bad))
+    result = _run("render", "-f", str(path))
+    assert result.exit_code == 1
+    assert "spec.replicas: Input should be greater than or equal to 0 (is -1)" in result.output
+    assert "spec.model.source: 0 sources are set" in result.output
+
+
+def test_plan_says_what_restarts_and_why(tmp_path: Path) -> None:
+    changed = tmp_path / "new.yaml"
+    changed.write_text(DEMO.read_text().replace("maxRequests: 16", "maxRequests: 8"))
+    result = _run("plan", "-f", str(changed), "--against", str(DEMO))
+    assert result.exit_code == 0
+    assert "--max-requests: '16' -> '8'  [restarts its pods]" in result.output
+    assert "engines that restart: demo-engine-0" in result.output
+    assert _run("plan", "-f", str(DEMO), "--against", str(DEMO)).output == "nothing changes\n"
+
+
+def test_plan_refuses_to_compare_two_resources(tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(DEMO.read_text().replace("name: demo", "name: other"))
+    assert _run("plan", "-f", str(other), "--against", str(DEMO)).exit_code == 1
+
+
+def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    metadata = {"name": "demo", "namespace": "default", "generation": 1}
+    text = explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status})
+    assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
+    assert "waits for: engine demo-engine-0: pod demo-engine-0-0: its container ended with exit code 3" in text
+    assert "trouble: CrashLooping" in text
+
+
+def test_explain_without_a_status_asks_for_an_operator() -> None:
+    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})
+
+
+@pytest.mark.parametrize("name", sorted(generated_files()))
+def test_generated_files_are_current(name: str) -> None:
+    assert (ROOT / name).read_text() == generated_files()[name], "run `python -m megatron_operator.generate`"
+
+
+def test_the_operator_may_not_list_secrets_or_touch_what_it_has_no_business_with() -> None:
+    rules = [
+        rule
+        for manifest in install_manifests(namespace="n", image="i", runtime_image="r")
+        for rule in manifest.get("rules", [])
+    ]
+    for rule in rules:
+        assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
+        if "secrets" in rule["resources"]:
+            assert set(rule["verbs"]) == {"get", "create"}
+        if "megatroninferences" in rule["resources"]:
+            assert set(rule["verbs"]) == {"get", "list", "watch"}
+
+
+def test_the_chart_installs_what_the_install_manifest_does() -> None:
+    helm = shutil.which("helm")
+    if helm is None:
+        pytest.skip("helm is not on PATH")
+    command = [helm, "template", "megatron", str(ROOT / "charts/megatron-inference"), "--kube-version", "1.34.0"]
+    output = subprocess.run([*command, "-n", "megatron-system"], check=True, capture_output=True, text=True).stdout
+    chart = {(doc["kind"], doc["metadata"]["name"]): doc for doc in yaml.safe_load_all(output) if doc}
+    plain = install_manifests(
+        namespace="megatron-system", image="megatron-operator:0.1.0", runtime_image="megatron-runtime:0.1.0"
+    )
+    for manifest in plain:
+        key = (manifest["kind"], manifest["metadata"]["name"])
+        if manifest["kind"] == "Namespace":
+            continue
+        found = chart.pop(key)
+        assert found.get("rules") == manifest.get("rules")
+        assert found.get("subjects") == manifest.get("subjects")
+        if manifest["kind"] == "Deployment":
+            assert found["spec"]["template"]["spec"] == manifest["spec"]["template"]["spec"]
+        if manifest["kind"] == "CustomResourceDefinition":
+            assert found["spec"] == manifest["spec"]
+    assert chart == {}

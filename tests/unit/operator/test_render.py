@@ -1,0 +1,245 @@
+"""Manifests: golden files for every sample, and the promises that hold for all of them."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from megatron_operator.manifest_file import read_resource
+from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.render.children import all_children
+from megatron_operator.render.compare import preview
+from megatron_operator.render.context import InvalidPodTemplate, RenderContext
+from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.render.keys import KEY_NAMES, keys_secret
+from megatron_operator.render.merge import merge_template
+
+ROOT = Path(__file__).parents[3]
+SAMPLES = sorted((ROOT / "manifests/samples").glob("*.yaml"))
+SETTINGS = Settings(runtime_image="registry.example/runtime:1")
+
+
+def _context(**fields: Any) -> RenderContext:
+    spec = {"model": {"source": {"builtin": "smollm2-135m"}}, **fields}
+    return RenderContext("demo", "default", "uid", parse_spec(spec), SETTINGS)
+
+
+def _pods(ctx: RenderContext) -> dict[str, dict[str, Any]]:
+    return {
+        manifest["metadata"]["name"]: manifest["spec"]["template"]["spec"]
+        for manifest in all_children(ctx)
+        if manifest["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_samples_render_to_their_golden_files(sample: Path) -> None:
+    golden = Path(__file__).parent / "golden" / sample.name
+    rendered = all_children(read_resource(sample).context(SETTINGS))
+    assert rendered == list(yaml.safe_load_all(golden.read_text())), (
+        f"megatron-operator render -f {sample} --runtime-image {SETTINGS.runtime_image} > {golden}"
+    )
+
+
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_every_pod_meets_the_restricted_profile(sample: Path) -> None:
+    for name, pod in _pods(read_resource(sample).context(SETTINGS)).items():
+        assert pod["securityContext"]["runAsNonRoot"] is True, name
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        assert pod["enableServiceLinks"] is False
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "capabilities": {"drop": ["ALL"]},
+                "readOnlyRootFilesystem": True,
+            }
+            assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/tmp", "/cache"}
+
+
+def test_each_component_mounts_only_its_own_keys() -> None:
+    mounted = {
+        name: {
+            item["key"] for volume in pod["volumes"] if volume["name"] == "keys" for item in volume["secret"]["items"]
+        }
+        for name, pod in _pods(_context()).items()
+    }
+    assert mounted == {
+        "demo-coordinator": {"server.key", "server.pub", "engine.pub", "client.pub", "admin.pub"},
+        "demo-server": {"client.key", "client.pub", "server.pub"},
+        "demo-engine-0": {"engine.key", "engine.pub", "server.pub"},
+    }
+
+
+def test_without_security_nothing_asks_for_keys() -> None:
+    ctx = _context()
+    plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, Settings(runtime_image="r", security=False))
+    assert "keys" not in yaml.safe_dump([pod for pod in _pods(plain).values()])
+
+
+@pytest.mark.parametrize("change", [{"desiredState": "Suspended"}, {"replicas": 5}])
+def test_verbs_and_scaling_are_in_no_pod_template(change: dict[str, Any]) -> None:
+    before, after = _pods(_context()), _pods(_context(**change))
+    assert {name: after[name] for name in before} == before
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"engine": {"batching": {"maxRequests": 3}}},
+        {"engine": {"podTemplate": {"spec": {"priorityClassName": "high"}}}},
+        {"parallelism": {"tensor": 2}},
+        {"model": {"source": {"builtin": "other"}}},
+        {"model": {"source": {"builtin": "smollm2-135m"}, "dtype": "Float32"}},
+    ],
+)
+def test_what_an_engine_runs_is_in_its_revision(change: dict[str, Any]) -> None:
+    before, after = (engine_statefulset(ctx, 0, pods=1) for ctx in (_context(), _context(**change)))
+    assert engine_revision(before) != engine_revision(after)
+
+
+def test_all_engines_of_a_spec_share_one_revision_and_announce_it() -> None:
+    engines = [engine_statefulset(_context(replicas=3), index, pods=1) for index in range(3)]
+    assert len({engine_revision(engine) for engine in engines}) == 1
+    args = engines[2]["spec"]["template"]["spec"]["containers"][0]["args"]
+    assert args[-2:] == ["--revision", engine_revision(engines[2])]
+    assert args[args.index("--name") + 1] == "demo-engine-2"
+
+
+def test_an_engine_spans_as_many_pods_as_its_ranks_ask_for() -> None:
+    ctx = _context(parallelism={"tensor": 4, "pipeline": 2}, engine={"gpusPerPod": 4})
+    engine = next(manifest for manifest in all_children(ctx) if manifest["kind"] == "StatefulSet")
+    assert engine["spec"]["replicas"] == 2
+    container = engine["spec"]["template"]["spec"]["containers"][0]
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 4}
+    env = {entry["name"]: entry.get("value") for entry in container["env"]}
+    assert (env["WORLD_SIZE"], env["NNODES"], env["NPROC_PER_NODE"]) == ("8", "2", "4")
+    assert env["MASTER_ADDR"] == "demo-engine-0-0.demo-engine-0.default.svc"
+
+
+def test_children_are_owned_without_blocking_deletion() -> None:
+    for manifest in all_children(_context()):
+        (owner,) = manifest["metadata"]["ownerReferences"]
+        assert (owner["controller"], owner["blockOwnerDeletion"], owner["uid"]) == (True, False, "uid")
+
+
+def test_the_coordinators_ports_are_open_to_one_kind_of_peer_each() -> None:
+    policy = next(
+        manifest
+        for manifest in all_children(_context())
+        if (manifest["kind"], manifest["metadata"]["name"]) == ("NetworkPolicy", "demo-coordinator")
+    )
+    peers = {rule["ports"][0]["port"]: rule.get("from") for rule in policy["spec"]["ingress"]}
+    component = "app.kubernetes.io/component"
+    assert peers[5555][0]["podSelector"]["matchLabels"][component] == "server"
+    assert peers[5556][0]["podSelector"]["matchLabels"][component] == "engine"
+    assert "namespaceSelector" in peers[5557][0]
+    assert policy["spec"]["policyTypes"] == ["Ingress"]
+
+
+def test_keys_must_be_complete() -> None:
+    secret = keys_secret(_context(), {name: "z" for name in KEY_NAMES})
+    assert set(secret["data"]) == set(KEY_NAMES)
+    with pytest.raises(ValueError, match=r"admin\.pub"):
+        keys_secret(_context(), {name: "z" for name in KEY_NAMES if name != "admin.pub"})
+
+
+# --- podTemplate ----------------------------------------------------------------------------------------------------
+
+BASE: dict[str, Any] = {
+    "metadata": {"labels": {"a": "1"}},
+    "spec": {
+        "containers": [{"name": "engine", "image": "x", "env": [{"name": "A", "value": "1"}], "args": ["a"]}],
+        "tolerations": [{"key": "old"}],
+    },
+}
+
+
+def test_a_template_merges_containers_and_variables_by_name_and_replaces_other_lists() -> None:
+    overlay = {
+        "metadata": {"annotations": {"n": "1"}},
+        "spec": {
+            "containers": [
+                {"name": "engine", "env": [{"name": "B", "value": "2"}, {"name": "A", "value": "3"}]},
+                {"name": "sidecar", "image": "y"},
+            ],
+            "tolerations": [{"key": "new"}],
+        },
+    }
+    before = copy.deepcopy((BASE, overlay))
+    merged = merge_template(BASE, overlay, field="f")
+    engine, sidecar = merged["spec"]["containers"]
+    assert engine["image"] == "x"
+    assert engine["env"] == [{"name": "A", "value": "3"}, {"name": "B", "value": "2"}]
+    assert sidecar == {"name": "sidecar", "image": "y"}
+    assert merged["spec"]["tolerations"] == [{"key": "new"}]
+    assert merged["metadata"] == {"labels": {"a": "1"}, "annotations": {"n": "1"}}
+    assert (BASE, overlay) == before
+
+
+def test_null_removes_a_field() -> None:
+    assert "tolerations" not in merge_template(BASE, {"spec": {"tolerations": None}}, field="f")["spec"]
+
+
+@pytest.mark.parametrize(
+    ("overlay", "where"),
+    [
+        ({"spce": {}}, "f: unknown field 'spce'"),
+        ({"spec": 3}, "f.spec: is 3"),
+        ({"spec": {"containers": {}}}, "f.spec.containers: is {}"),
+        ({"spec": {"containers": [{"image": "x"}]}}, r"f.spec.containers\[0\]: has no 'name'"),
+    ],
+)
+def test_a_template_of_the_wrong_shape_is_refused_by_path(overlay: dict[str, Any], where: str) -> None:
+    with pytest.raises(InvalidPodTemplate, match=where):
+        merge_template(BASE, overlay, field="f")
+
+
+def test_a_template_cannot_take_a_pod_from_its_owner() -> None:
+    overlay = {"metadata": {"labels": {"app.kubernetes.io/instance": "other", "team": "x"}}}
+    engine = engine_statefulset(_context(engine={"podTemplate": overlay}), 0, pods=1)
+    labels = engine["spec"]["template"]["metadata"]["labels"]
+    assert labels.items() >= engine["spec"]["selector"]["matchLabels"].items()
+    assert labels["team"] == "x"
+
+
+# --- Preview --------------------------------------------------------------------------------------------------------
+
+
+def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
+    found = preview(_context(replicas=2), _context(replicas=2, engine={"batching": {"maxRequests": 9}}))
+    assert [(change.child, change.restarts) for change in found.changes] == [
+        ("StatefulSet demo-engine-0", True),
+        ("StatefulSet demo-engine-1", True),
+    ]
+    assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
+    assert found.steps == (
+        "drain and replace demo-engine-1 (at most 1 at a time)",
+        "drain and replace demo-engine-0 (at most 1 at a time)",
+    )
+
+
+def test_a_preview_of_another_model_swaps_all_at_once() -> None:
+    found = preview(_context(replicas=2), _context(replicas=2, model={"source": {"builtin": "other"}}))
+    assert {change.child for change in found.changes} == {
+        "Deployment demo-server",
+        "StatefulSet demo-engine-0",
+        "StatefulSet demo-engine-1",
+    }
+    assert len(found.steps) == 1
+    assert "another model" in found.steps[0]
+
+
+def test_a_preview_of_verbs_and_scaling_restarts_nothing() -> None:
+    found = preview(_context(replicas=2), _context(replicas=1, desiredState="Paused"))
+    assert not any(change.restarts for change in found.changes)
+    assert found.steps == ("Running -> Paused, confirmed by every rank", "drain and remove demo-engine-1")
+
+
+def test_a_preview_of_no_change_is_empty() -> None:
+    assert preview(_context(), _context()).changes == ()

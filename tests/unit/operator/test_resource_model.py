@@ -1,0 +1,143 @@
+"""The resource as types: defaults, refusals, and the CRD that is generated from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from megatron_operator.model.crd import COLUMNS, custom_resource_definition
+from megatron_operator.model.resource import check_name, parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.render.children import all_children
+from megatron_operator.render.context import RenderContext
+
+SOURCE = {"builtin": "smollm2-135m"}
+
+
+def _spec(**fields: Any) -> dict[str, Any]:
+    return {"model": {"source": SOURCE}, **fields}
+
+
+def test_defaults_are_those_of_the_reference() -> None:
+    spec = parse_spec(_spec()).model_dump(mode="json", by_alias=True, exclude_none=True)
+    assert spec["desiredState"] == "Running"
+    assert spec["replicas"] == 1
+    assert spec["engine"]["batching"] == {
+        "blockSizeTokens": 256,
+        "kvCacheMemory": "2Gi",
+        "prefixCaching": True,
+        "chunkedPrefill": True,
+    }
+    assert spec["lifecycle"]["pause"] == {"mode": "Hold", "maxQueued": 10000, "maxWaitSeconds": 300}
+    assert spec["rollout"] == {"maxUnavailable": 1}
+
+
+@pytest.mark.parametrize(
+    ("spec", "words"),
+    [
+        (_spec(nope=1), "nope"),
+        (_spec(replicas=-1), "replicas"),
+        (_spec(desiredState="Asleep"), "desiredState"),
+        ({"model": {"source": {}}}, "0 sources are set; set exactly one of builtin"),
+        ({"model": {"source": {**SOURCE, "image": {"reference": "x"}}}}, "2 sources are set"),
+        (
+            _spec(parallelism={"tensor": 3}, engine={"gpusPerPod": 2}),
+            "3 ranks is not divisible by spec.engine.gpus",
+        ),
+        (_spec(parallelism={"tensor": 3}, engine={"ranksPerPod": 2}), "spec.engine.ranksPerPod = 2"),
+        (_spec(parallelism={"tensor": 0}), "tensor"),
+        (_spec(engine={"batching": {"kvCacheMemory": "0Gi"}}), "kvCacheMemory"),
+        (_spec(coordinator={"routing": {"alpha": "1.5"}}), "alpha"),
+        (
+            {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x/{revision}"}}}},
+            "so spec.weights.revision must be set",
+        ),
+        (
+            {
+                "model": {"source": {"huggingFace": {"repo": "a/b", "revision": "c"}}},
+                "weights": {"revision": "d"},
+            },
+            "not allowed together",
+        ),
+    ],
+)
+def test_a_wrong_spec_is_refused_with_field_and_remedy(spec: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValidationError, match=words):
+        parse_spec(spec)
+
+
+@pytest.mark.parametrize("name", ["a", "demo", "demo-2", "a" * 40, "engine-x"])
+def test_good_names_pass(name: str) -> None:
+    check_name(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "Demo", "0demo", "demo-", "a" * 41, "x-coordinator", "x-server", "x-keys", "x-engine-0", "x-engines"]
+)
+def test_names_that_children_could_not_use_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"metadata\.name"):
+        check_name(name)
+
+
+def test_every_child_name_of_the_longest_resource_fits() -> None:
+    ctx = RenderContext("a" * 40, "ns", "uid", parse_spec(_spec(replicas=1024)), Settings(runtime_image="r"))
+    names = [(manifest["kind"], manifest["metadata"]["name"]) for manifest in all_children(ctx)]
+    assert max(len(name) for _, name in names) <= 63
+    # The StatefulSet controller labels pods with its name, a dash and ten characters.
+    assert max(len(name) for kind, name in names if kind == "StatefulSet") <= 63 - 11
+
+
+def _nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    yield path, schema
+    for name, field in schema.get("properties", {}).items():
+        yield from _nodes(field, f"{path}.{name}")
+    if "items" in schema:
+        yield from _nodes(schema["items"], f"{path}[]")
+
+
+def _version() -> dict[str, Any]:
+    (version,) = custom_resource_definition()["spec"]["versions"]
+    return dict(version)
+
+
+def test_the_schema_is_structural_and_every_field_is_described() -> None:
+    schema = _version()["schema"]["openAPIV3Schema"]["properties"]
+    for part in ("spec", "status"):
+        for path, node in _nodes(schema[part]):
+            assert "type" in node, path
+            assert not {"$ref", "anyOf", "allOf", "oneOf", "additionalProperties", "title"} & set(node), path
+            if path:
+                assert node.get("description") or path.endswith("[]"), path
+
+
+def test_sections_default_to_an_object_so_that_their_own_defaults_apply() -> None:
+    spec = _version()["schema"]["openAPIV3Schema"]["properties"]["spec"]
+    for name in ("parallelism", "engine", "coordinator", "server", "lifecycle", "rollout"):
+        assert spec["properties"][name]["default"] == {}
+    assert spec["required"] == ["model"]
+
+
+def test_scale_and_status_are_subresources() -> None:
+    assert _version()["subresources"] == {
+        "status": {},
+        "scale": {
+            "specReplicasPath": ".spec.replicas",
+            "statusReplicasPath": ".status.replicas",
+            "labelSelectorPath": ".status.selector",
+        },
+    }
+
+
+def test_print_columns_narrow_and_wide() -> None:
+    assert [name for name, _, _, priority in COLUMNS if not priority] == ["State", "Ready", "Model", "Reason", "Age"]
+    assert [name for name, _, _, priority in COLUMNS if priority] == ["Epoch", "Revision", "Endpoint"]
+
+
+def test_every_rule_has_a_message_that_names_its_field() -> None:
+    schema = _version()["schema"]["openAPIV3Schema"]
+    rules = [rule for _, node in _nodes(schema) for rule in node.get("x-kubernetes-validations", [])]
+    assert len(rules) >= 7
+    assert all(rule["message"].startswith(("spec.", "metadata.name")) for rule in rules)
