@@ -1,0 +1,94 @@
+"""One real node for the whole run, with the operator installed by helm; a namespace for each test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+import pytest
+import yaml
+
+from localcluster import installation
+from localcluster.cluster import LocalCluster
+from localcluster.kubectl import CommandError, Kubectl
+from localcluster.progress import Steps
+from localcluster.walkthrough import Chat
+
+SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "cpu-demo.yaml"
+_numbers = count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.e2e)
+
+
+@dataclass(frozen=True)
+class Platform:
+    cluster: LocalCluster
+    helm: Path
+    kube: Kubectl
+
+
+@pytest.fixture(scope="session")
+def platform() -> Iterator[Platform]:
+    steps = Steps()
+    cluster = LocalCluster(steps=steps)
+    was_up = bool(cluster.status())
+    helm = installation.prepare(cluster, steps)
+    kube = Kubectl(str(cluster.kubectl), cluster.kubeconfig)
+    installation.install_operator(kube, helm, steps)
+    yield Platform(cluster, helm, kube)
+    if not was_up:
+        cluster.down()
+
+
+@pytest.fixture
+def kube(platform: Platform, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
+    """kubectl in a namespace of the test's own. When the test fails, what a person would look at is printed."""
+    namespace = f"test-{next(_numbers)}"
+    platform.kube("create", "namespace", namespace)
+    kube = platform.kube.in_namespace(namespace)
+    failures_before = request.session.testsfailed
+    yield kube
+    if request.session.testsfailed > failures_before:
+        _print_state(platform, kube)
+    platform.kube("delete", "namespace", namespace, "--timeout=60s")
+
+
+def _print_state(platform: Platform, kube: Kubectl) -> None:
+    system = platform.kube.in_namespace(installation.OPERATOR_NAMESPACE)
+    for command in (
+        lambda: kube("get", "mi,pods", "-o", "wide"),
+        lambda: kube("get", "mi", "-o", "yaml"),
+        lambda: kube("get", "events", "--sort-by=.metadata.creationTimestamp"),
+        lambda: kube("logs", "-l", "app.kubernetes.io/managed-by=megatron-operator", "--tail=40", "--prefix"),
+        lambda: system("logs", "-l", f"app.kubernetes.io/instance={installation.RELEASE}", "--tail=60"),
+    ):
+        try:
+            print(command())
+        except CommandError as error:
+            print(error)
+
+
+@dataclass(frozen=True)
+class Deployed:
+    """A resource that is Ready, and a client of its front door."""
+
+    kube: Kubectl
+    name: str
+    chat: Chat
+
+
+def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
+    """Apply the sample, changed by `spec`, and wait until it is Ready."""
+    manifest = yaml.safe_load(SAMPLE.read_text())
+    manifest["metadata"]["name"] = name
+    manifest["spec"].update(spec)
+    kube.apply(manifest)
+    kube.wait(f"mi/{name}", "condition=Ready", seconds=180)
+    model = kube.json("mi", name)["status"]["model"]
+    return Deployed(kube, name, Chat(f"http://{kube.cluster_ip(name)}", model))
