@@ -1,0 +1,82 @@
+"""Attention of a mixed batch over a paged KV cache.
+
+T tokens of the step, B sequences of a group, S cached tokens of a sequence (padded to whole pages), P pages of the
+cache, X tokens of a page, H query heads, K key-value heads, G = H / K, D size of a head, E = 2 K D (keys, then values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeGroup:
+    """Sequences of about one length with one new token each; their rows of the step are `rows`."""
+
+    rows: slice
+    pages: torch.Tensor
+    """[B * pages of the longest], int64; shorter sequences are padded with any valid page, which `mask_B11S` hides."""
+    mask_B11S: torch.Tensor
+    """0 for a token that is attended to, -inf for padding."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """One sequence with several new tokens. Without cached tokens before them, `pages` and `mask_TS` are None."""
+
+    rows: slice
+    pages: torch.Tensor | None
+    mask_TS: torch.Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where the tokens of one step go in the cache, and what each of them sees. The same for every layer."""
+
+    cache_rows_T: torch.Tensor
+    """Row of the cache, page * X + offset, that each token's keys and values are written to."""
+    decodes: Sequence[DecodeGroup]
+    prefills: Sequence[PrefillChunk]
+
+
+class PagedAttention:
+    """softmax(q k^T / sqrt(D)) v for grouped query heads."""
+
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+        self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
+        self._groups = num_heads // num_kv_heads
+
+    def __call__(
+        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, batch: AttentionBatch
+    ) -> torch.Tensor:
+        """Write `kv_TE` to the cache, attend, and return [T, H * D]."""
+        cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE)
+        parts = [self._decode(q_THD, cache_PXE, group) for group in batch.decodes]
+        parts += [self._prefill(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.prefills]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _decode(self, q_THD: torch.Tensor, cache_PXE: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        q_BHD = q_THD[group.rows]
+        kv = cache_PXE.index_select(0, group.pages)
+        kv_BSJKD = kv.view(q_BHD.shape[0], -1, 2, self._kv_heads, self._head_dim)
+        k_BKSD, v_BKSD = kv_BSJKD.permute(2, 0, 3, 1, 4)
+        # The query heads that share a key-value head are rows of one product, so that it is read once.
+        q_BKGD = q_BHD.unflatten(1, (self._kv_heads, self._groups))
+        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask_B11S)
+        return out_BKGD.flatten(1)
+
+    def _prefill(
+        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: PrefillChunk
+    ) -> torch.Tensor:
+        kv_SE = kv_TE[chunk.rows] if chunk.pages is None else cache_PXE.index_select(0, chunk.pages).flatten(0, 1)
+        kv_JKSD = kv_SE.unflatten(1, (2, self._kv_heads, self._head_dim)).permute(1, 2, 0, 3)
+        k_KGSD, v_KGSD = kv_JKSD[:, :, None].expand(-1, -1, self._groups, -1, -1)
+        q_KGTD = q_THD[chunk.rows].unflatten(1, (self._kv_heads, self._groups)).permute(1, 2, 0, 3)
+        out_KGTD = F.scaled_dot_product_attention(
+            q_KGTD, k_KGSD, v_KGSD, attn_mask=chunk.mask_TS, is_causal=chunk.mask_TS is None
+        )
+        return out_KGTD.permute(2, 0, 1, 3).flatten(1)

