@@ -15,6 +15,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import PORT, Memory, readable_errors
+from megatron_runtime.text_generation_server.settings import default_model_name
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -42,12 +43,16 @@ class ServeOptions:
     drain_seconds: float
     verbose: bool
 
+    @property
+    def served_name(self) -> str:
+        return self.model_name or default_model_name(self.model)
+
 
 @click.command()
 @click.option(
     "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
 )
-@click.option("--model-name", help="The name in /v1/models; by default the model reference.")
+@click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--host", default=_LOOPBACK, show_default=True, help="Where HTTP listens.")
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, show_default=True, help="Data-parallel engines.")
@@ -141,7 +146,7 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
     server = [
         "server",
         *("--coordinator", f"{_LOOPBACK}:{client_port}", "--model", options.model),
-        *("--model-name", options.model_name or options.model, "--linger-seconds", "0"),
+        *("--model-name", options.served_name, "--linger-seconds", "0"),
         *("--host", options.host, "--listen-fd", str(listener.fileno())),
         *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
         *(*length, *drain, *logs),
@@ -197,7 +202,7 @@ async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) 
 
 
 def _tell_how_to_use(options: ServeOptions, *, url: str, seconds: float) -> None:
-    name = options.model_name or options.model
+    name = options.served_name
     key = "" if options.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     default_url = "" if url == "http://127.0.0.1:8000" else f" --url {url}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -12,7 +12,7 @@ class ServerSettings:
 
     coordinator:        address of the coordinator's client port, "tcp://host:port".
     model:              model reference; the tokenizer is read from it.
-    model_name:         name under which /v1/models offers it; None means the reference itself.
+    model_name:         name under which /v1/models offers it; None means the last part of the reference.
     host, port:         where HTTP listens; port 0 picks a free one.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     api_keys:           bearer tokens that open /v1; empty leaves it open.
@@ -42,4 +42,9 @@ class ServerSettings:
 
     @property
     def served_name(self) -> str:
-        return self.model_name or self.model
+        return self.model_name or default_model_name(self.model)
+
+
+def default_model_name(model: str) -> str:
+    """The name of a model that was given none: what follows "builtin:", or the file's or directory's own name."""
+    return PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model

@@ -15,7 +15,7 @@ import openai
 import psutil
 import pytest
 
-MODEL = "builtin:smollm2-135m"
+MODEL = "smollm2-135m"
 MESSAGES = [{"role": "user", "content": "Name three rivers 🏞️"}]
 
 
