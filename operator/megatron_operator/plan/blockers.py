@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.operation import UNSETTLED
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.scene import EngineView, Scene
 from megatron_operator.plan.world import PodView
@@ -69,7 +71,9 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     if found is not None:
         return found
     ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
-    if ready and engine.report is None and scene.world.coordinator.reachable:
+    coordinator = scene.world.coordinator
+    settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
+    if ready and settled and engine.report is None:
         return Reason.ENGINE_LOST, f"engine {engine.name} has ready pods and is not registered at its coordinator"
     return None
 

@@ -595,6 +595,27 @@ def test_each_transition_is_an_event(make_cluster: Any) -> None:
     assert states == ["Pending", "Running", "Pausing", "Paused"]
 
 
+@pytest.mark.parametrize("goal", STATES[1:])
+def test_a_verb_without_trouble_warns_of_nothing(make_cluster: Any, goal: str) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(desiredState=goal)
+    cluster.settle()
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert [event for event in cluster.events if event.type == "Warning"] == []
+
+
+def test_an_engine_with_ready_pods_that_its_coordinator_does_not_know_is_said_to_be_lost(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    del cluster.coordinator.engines["demo-engine-1"]
+    cluster.step()
+    assert cluster.condition("Degraded")["reason"] == "EngineLost"
+    assert cluster.status["ready"] == "1/2"
+    assert cluster.condition("Ready")["status"] == "True"
+
+
 def test_a_condition_keeps_its_time_while_its_status_stays(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()

@@ -25,7 +25,13 @@ def deleting(scene: Scene) -> Verdict | None:
 
 def child_not_owned(scene: Scene) -> Verdict | None:
     """Somebody else's object has the name of a child. Nothing is done until one of the two is renamed."""
-    ours = {scene.ctx.keys_name, scene.ctx.coordinator_name, scene.ctx.server_name, scene.ctx.name}
+    ours = {
+        scene.ctx.keys_name,
+        scene.ctx.coordinator_name,
+        scene.ctx.server_name,
+        scene.ctx.engines_name,
+        scene.ctx.name,
+    }
     ours |= {engine.name for engine in scene.wanted}
     foreign = sorted(str(ref) for ref, view in scene.world.children.items() if not view.owned and ref.name in ours)
     if not foreign:

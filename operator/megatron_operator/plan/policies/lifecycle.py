@@ -85,9 +85,8 @@ def operation_underway(scene: Scene) -> Verdict | None:
         found, on = coordinator_wait(scene)
         return waiting(scene, found, step, on, requeue_after=scene.overdue_in)
     if known(operation, coordinator):
-        on = f"{operation.confirmed_ranks or 0} of {operation.total_ranks or 0} ranks to confirm"
-        total = operation.total_ranks
-        waits = f"ranks to confirm ({operation.confirmed_ranks or 0} of {total} have)" if total else on
+        confirmed, total = operation.confirmed_ranks or 0, operation.total_ranks
+        waits = f"ranks to confirm; {confirmed} of {total} have" if total else "every rank to confirm"
         return waiting(scene, reason, step, waits, requeue_after=scene.overdue_in)
     if operation.signal not in LEGAL_SIGNALS[coordinator.state]:
         on = f"the coordinator, which is {coordinator.state.value}, to settle"
