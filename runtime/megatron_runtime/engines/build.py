@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +56,9 @@ def _echo(settings: EngineSettings) -> Executor:
 
 
 def _torch(settings: EngineSettings) -> Executor:
+    # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from the
+    # coordinator, the server and other engines of the same machine.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.engines.torch_executor import TorchExecutor
     from megatron_runtime.loading.source import resolve
 
