@@ -25,7 +25,6 @@ from localcluster.settings import REPOSITORY, cache_root
 from localcluster.shell import run, tail
 
 TARGETS = {"operator": "localhost/megatron-operator:dev", "runtime": "localhost/megatron-runtime:dev"}
-INPUTS_LABEL = "inference.megatron.dev/inputs"
 # What .dockerignore lets in, and the two files that say how it is used.
 INPUTS = (
     "Dockerfile",
@@ -73,11 +72,11 @@ def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY
         built = False
         for target in targets:
             with steps.step(f"image {target}", expect="the first time: up to 5 minutes on 2 cores") as step:
-                current = store.find(TARGETS[target])
-                if current is not None and current.labels.get(INPUTS_LABEL) == wanted:
+                if _stamp(target, wanted) == _last_stamp(target):
                     step.note("unchanged")
                 else:
-                    _build(target, repository, base.reference, wanted, step)
+                    _build(target, repository, base.reference, step)
+                    _stamp_file(target).write_text(_stamp(target, wanted) or "")
                     built = True
         if built:
             run(store.buildah("rmi", "--prune"), check=False)
@@ -92,7 +91,7 @@ def remove_all() -> None:
     shutil.rmtree(_scratch(), ignore_errors=True)
 
 
-def _build(target: str, repository: Path, base: str, wanted: str, step: Step) -> None:
+def _build(target: str, repository: Path, base: str, step: Step) -> None:
     with tempfile.TemporaryDirectory(dir=_scratch()) as folder:
         mounts = clientconfig.mounts(Path(folder), target=BUILD_FOLDER)
         arguments = [
@@ -101,7 +100,6 @@ def _build(target: str, repository: Path, base: str, wanted: str, step: Step) ->
             "--network=host",
             f"--target={target}",
             f"--tag={TARGETS[target]}",
-            f"--label={INPUTS_LABEL}={wanted}",
             f"--build-arg=BASE_IMAGE={base}",
             "--build-arg=UV_NO_CACHE=false",
             f"--build-arg=UV_CONFIG_FILE={BUILD_FOLDER}/uv.toml",
@@ -110,6 +108,25 @@ def _build(target: str, repository: Path, base: str, wanted: str, step: Step) ->
             *(mount.argument() for mount in mounts),
         ]
         _stream(store.buildah("build", *arguments, str(repository)), _scratch() / f"{target}.log", step)
+
+
+def _stamp(target: str, inputs: str) -> str | None:
+    """Says which inputs made the image that now has the target's name; `None` when there is no such image.
+
+    It lies beside the store and not in a label of the image, because buildah takes an image of other labels from its
+    layer cache.
+    """
+    image = store.find(TARGETS[target])
+    return f"{inputs} {image.digest}" if image is not None else None
+
+
+def _stamp_file(target: str) -> Path:
+    return store.root() / f"{target}.inputs"
+
+
+def _last_stamp(target: str) -> str:
+    path = _stamp_file(target)
+    return path.read_text() if path.exists() else ""
 
 
 def _stream(command: Sequence[str], log: Path, step: Step) -> None:

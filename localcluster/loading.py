@@ -40,8 +40,7 @@ def chain_ids(digests: Iterable[str]) -> list[str]:
 def load(image: Image, layout: Layout, steps: Steps) -> None:
     """Makes the image available to pods; a layer that is there already costs nothing."""
     with steps.step(f"load {image.reference}") as step:
-        wanted = "sha256:" + hashlib.sha256(image.manifest).hexdigest()
-        if runtime.image_digest(layout, image.reference) == wanted:
+        if runtime.image_digest(layout, image.reference) == image.digest:
             step.note("is there")
             return
         present = runtime.snapshots(layout)

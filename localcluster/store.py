@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,8 +31,8 @@ class Image:
     layers: tuple[Layer, ...]
 
     @property
-    def labels(self) -> dict[str, str]:
-        return json.loads(self.config).get("config", {}).get("Labels") or {}
+    def digest(self) -> str:
+        return "sha256:" + hashlib.sha256(self.manifest).hexdigest()
 
 
 def root() -> Path:
