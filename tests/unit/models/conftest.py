@@ -1,11 +1,22 @@
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron_runtime.loading.export import export_hf
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="package")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model as a directory that transformers reads."""
     directory = tmp_path_factory.mktemp("exported")
