@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.auth import load_configuration
-from megatron_operator.cluster.kinds import EVENT, RESOURCE, Kind
-from megatron_operator.model.crd import custom_resource_definition
 from operator_process import OperatorProcess
 from played_node import PlayedNode
 
 from localcluster import LocalCluster
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.auth import load_configuration
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
+from megatron_operator.model.crd import custom_resource_definition
 
 NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
 CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
@@ -39,6 +39,13 @@ def control_plane() -> Iterator[LocalCluster]:
 @pytest.fixture(scope="session")
 def crd(control_plane: LocalCluster) -> None:
     """The generated CRD, established."""
+    install_crd(control_plane)
+
+
+@pytest.fixture
+def reinstall_crd(control_plane: LocalCluster) -> Iterator[Callable[[], None]]:
+    """For a test that deletes it; the others find it again whatever happens."""
+    yield lambda: install_crd(control_plane)
     install_crd(control_plane)
 
 
@@ -80,13 +87,14 @@ def make_operator(
 ) -> Iterator[Callable[..., OperatorProcess]]:
     made: list[OperatorProcess] = []
 
-    def make(*arguments: str) -> OperatorProcess:
+    def make(*arguments: str, pod: str = "operator-0") -> OperatorProcess:
         process = OperatorProcess(
             kubeconfig=control_plane.kubeconfig,
             namespace=namespace,
             coordinator_port=node.ports.admin,
             log=tmp_path / f"operator-{len(made)}.log",
             arguments=arguments,
+            pod=pod,
         )
         made.append(process)
         return process
@@ -152,12 +160,30 @@ class Resource:
     async def delete(self) -> None:
         await self._api.request("DELETE", RESOURCE.path(self.namespace, self.name))
 
-    async def events(self) -> list[str]:
-        return [
-            event["reason"]
+    async def events(self) -> list[dict[str, Any]]:
+        """Its Events, oldest first."""
+        events = [
+            event
             for event in await self._api.list(EVENT, self.namespace)
             if event["regarding"]["name"] == self.name and event["regarding"]["kind"] == RESOURCE.kind
         ]
+        return sorted(events, key=lambda event: str(event["eventTime"]))
+
+    async def children(self) -> dict[str, dict[str, Any]]:
+        """Every object that says it belongs to the resource, and its keys, by "Kind name"."""
+        found: dict[str, dict[str, Any]] = {}
+        selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/managed-by=megatron-operator"
+        for kind in CHILD_KINDS:
+            for item in await self._api.list(kind, self.namespace, selector=selector):
+                found[f"{kind.kind} {item['metadata']['name']}"] = item
+        keys = await self._api.get(SECRET, self.namespace, f"{self.name}-keys")
+        return {**found, f"Secret {self.name}-keys": keys} if keys else found
+
+    async def until_gone(self, *, seconds: float = 45) -> None:
+        """The resource and every child."""
+        async with asyncio.timeout(seconds):
+            while await self.get() is not None or await self.children():
+                await asyncio.sleep(0.2)
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -8,11 +8,67 @@ import pytest
 
 pytestmark = pytest.mark.cluster
 
+CHILDREN = {
+    "Deployment demo-coordinator",
+    "Deployment demo-server",
+    "StatefulSet demo-engine-0",
+    "Service demo",
+    "Service demo-coordinator",
+    "Service demo-engine-0",
+    "Secret demo-keys",
+    "ServiceAccount demo",
+    "PodDisruptionBudget demo-engines",
+    "NetworkPolicy demo-coordinator",
+    "NetworkPolicy demo-engines",
+    "NetworkPolicy demo-server",
+}
+ROUND = ("Running", "Paused", "Suspended", "Running", "Stopped", "Running")
+
 
 async def test_apply_then_every_verb(resource: Any, operator: Any, node: Any) -> None:
-    await resource.create()
+    created = await resource.create()
     await resource.settled("Running")
-    for state in ("Paused", "Suspended", "Running", "Stopped", "Running"):
+
+    children = await resource.children()
+    assert set(children) - {name for name in children if name.startswith("ConfigMap")} == CHILDREN
+    for child in children.values():
+        (owner,) = child["metadata"]["ownerReferences"]
+        assert (owner["uid"], owner["controller"]) == (created["metadata"]["uid"], True)
+        assert "finalizers" not in child["metadata"]
+
+    for state in ROUND[1:]:
         await resource.patch(desiredState=state)
-        await resource.settled(state)
-    print(await resource.status(), await resource.events())
+        status = await resource.settled(state)
+        assert status["ready"] == ("1/1" if state != "Stopped" else "0/1")
+        stored = (await resource.children())["StatefulSet demo-engine-0"]
+        assert stored["spec"]["replicas"] == (0 if state == "Stopped" else 1)
+
+    history = (await resource.status())["history"]
+    assert [entry["to"] for entry in history] == list(ROUND)
+    assert {entry["by"] for entry in history} == {"test"}
+    reasons = [event["reason"] for event in await resource.events()]
+    assert {"Pausing", "Paused", "Suspended", "Unpausing", "Running", "Stopping", "Stopped"} <= set(reasons)
+    sent = [line["signal"] for line in operator.lines("signal sent")]
+    assert sent == ["PAUSE", "SUSPEND", "RESUME", "UNPAUSE", "DRAIN", "PAUSE", "STOP"]
+    found = await resource.get()
+    assert "finalizers" not in found["metadata"]
+    assert "annotations" not in found["metadata"]
+
+
+async def test_scale_up_and_down_and_to_nothing(resource: Any, operator: Any, node: Any, kubectl: Any) -> None:
+    await resource.create(replicas=2)
+    status = await resource.settled("Running")
+    assert (status["ready"], status["replicas"]) == ("2/2", 2)
+    assert [engine["name"] for engine in status["engines"]] == ["demo-engine-0", "demo-engine-1"]
+
+    scaled = kubectl("scale", "mi/demo", "--replicas=1")
+    assert scaled.returncode == 0, scaled.stderr
+    await resource.until(lambda status: status.get("ready") == "1/1" and len(status["engines"]) == 1)
+    assert "StatefulSet demo-engine-1" not in await resource.children()
+    drained = operator.lines("signal sent")
+    assert [line["signal"] for line in drained] == ["DRAIN"]
+
+    await resource.patch(replicas=0)
+    await resource.settled("Suspended")
+    assert (await resource.children())["StatefulSet demo-engine-0"]["spec"]["replicas"] == 0
+    assert "Deployment demo-coordinator" in await resource.children()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,7 +17,18 @@ from played_node import free_port
 class OperatorProcess:
     """`megatron-operator run` for one namespace, which also holds its Lease and admin key."""
 
-    def __init__(self, *, kubeconfig: Path, namespace: str, coordinator_port: int, log: Path, arguments: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        kubeconfig: Path,
+        namespace: str,
+        coordinator_port: int,
+        log: Path,
+        arguments: tuple[str, ...] = (),
+        pod: str = "operator-0",
+    ) -> None:
+        """`pod`: whose Lease it is; a restart of the same pod takes it over at once."""
+        self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
         self.health_port = free_port()
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
@@ -26,19 +38,32 @@ class OperatorProcess:
             *("--namespace", namespace),
             *("--operator-namespace", namespace),
             *("--coordinator-address", f"127.0.0.1:{coordinator_port}"),
-            *("--lease-seconds", "2"),
+            *("--lease-seconds", "10"),
             *("--health-port", str(self.health_port)),
             *arguments,
         ]
 
-    async def start(self) -> None:
-        """Start, and wait until it leads and watches."""
+    async def start(self, *, phase: str = "leading") -> None:
+        """Start, and wait until it leads and watches, or until it is in another phase."""
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log)
-        async with asyncio.timeout(30):
-            while not await self._watches():
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+        await self.reaches(phase)
+
+    async def reaches(self, phase: str, *, seconds: float = 45) -> None:
+        assert self._process is not None
+        async with asyncio.timeout(seconds):
+            while await self._phase() != phase:
                 assert self._process.poll() is None, f"the operator ended:\n{self.log.read_text()[-3000:]}"
                 await asyncio.sleep(0.1)
+
+    async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
+        """The first log line with this message and these fields."""
+        async with asyncio.timeout(seconds):
+            while True:
+                for line in self.lines(message):
+                    if all(line.get(key) == value for key, value in fields.items()):
+                        return line
+                await asyncio.sleep(0.05)
 
     def kill(self) -> None:
         """kill -9."""
@@ -67,17 +92,23 @@ class OperatorProcess:
                 found[f"{pairs['verb']} {pairs['kind']}".replace('"', "")] = float(value)
         return found
 
+    async def passes(self) -> int:
+        """Passes over resources so far."""
+        page = await self._get("/metrics")
+        lines = [line for line in page.splitlines() if line.startswith("megatron_operator_reconcile_passes_total{")]
+        return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
     def lines(self, message: str) -> list[dict[str, Any]]:
         """Log lines with this message."""
         found = [json.loads(line) for line in self.log.read_text().splitlines() if line.startswith("{")]
         return [line for line in found if line["msg"] == message]
 
-    async def _watches(self) -> bool:
+    async def _phase(self) -> str:
         try:
             beat = json.loads(await self._get("/healthz"))
         except (OSError, ValueError):
-            return False
-        return bool(beat["phase"] == "leading")
+            return "starting"
+        return str(beat["phase"])
 
     async def _get(self, path: str) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.health_port)

@@ -1,0 +1,56 @@
+"""What the API server refuses by itself, in words that name the field and the remedy; and what it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+pytestmark = pytest.mark.cluster
+
+SAMPLES = sorted((Path(__file__).parents[2] / "manifests" / "samples").glob("*.yaml"))
+SOURCE = {"source": {"builtin": "smollm2-135m"}}
+TWO = {"builtin": "smollm2-135m", "persistentVolumeClaim": {"claimName": "weights"}}
+
+
+def manifest(spec: dict[str, Any], name: str = "demo") -> str:
+    body = {"apiVersion": "inference.megatron.dev/v1alpha1", "kind": "MegatronInference", "metadata": {"name": name}}
+    return json.dumps({**body, "spec": spec})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        (manifest({"model": {"source": {}}}), ["spec.model.source", "set exactly one of", "builtin"]),
+        (manifest({"model": {"source": TWO}}), ["spec.model.source", "2 sources are set", "set exactly one of"]),
+        (
+            manifest({"model": SOURCE, "parallelism": {"tensor": 3}, "engine": {"gpusPerPod": 2}}),
+            ["spec.parallelism", "3 ranks", "gpusPerPod", "make one a multiple of the other"],
+        ),
+        (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
+        (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
+        (manifest({"model": SOURCE, "replicas": -1}), ["spec.replicas", "greater than or equal to 0"]),
+        (manifest({"model": SOURCE, "desiredState": "Asleep"}), ["spec.desiredState", "Paused"]),
+        (manifest({"model": SOURCE, "replica": 2}), ["spec.replica", "unknown field"]),
+    ],
+)
+def test_bad_resource_is_refused_with_field_and_remedy(kubectl: Any, text: str, words: list[str]) -> None:
+    refused = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
+    assert refused.returncode != 0
+    for word in words:
+        assert word in refused.stderr
+
+
+@pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)
+def test_samples_are_admitted(kubectl: Any, path: Path, namespace: str) -> None:
+    for document in yaml.safe_load_all(path.read_text()):
+        document["metadata"].pop("namespace", None)
+        taken = kubectl("apply", "--server-side", "--dry-run=server", "-f", "-", stdin=json.dumps(document))
+        assert taken.returncode == 0, taken.stderr
+
+
+def test_there_are_samples() -> None:
+    assert SAMPLES

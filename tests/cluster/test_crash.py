@@ -1,0 +1,84 @@
+"""The operator killed between signal and confirmation, and replaced by another: effectively once, and fenced."""
+
+from __future__ import annotations
+
+import base64
+import signal
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.kinds import LEASE, SECRET
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import StatusReply
+from megatron_runtime.wire.security import KeyPair, PeerKeys
+
+pytestmark = pytest.mark.cluster
+
+
+async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:
+    """STATUS as a second admin sees it."""
+    admin = await api.get(SECRET, namespace, "megatron-operator-admin")
+    keys = await api.get(SECRET, namespace, "demo-keys")
+
+    def entry(secret: dict[str, Any], name: str) -> bytes:
+        return base64.b64decode(secret["data"][name]).split()[0]
+
+    own = KeyPair(entry(admin, "admin.pub"), entry(admin, "admin.key"))
+    link = ControlLink(port, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
+    await link.start()
+    try:
+        return await link.status()
+    finally:
+        link.close()
+
+
+async def test_killed_between_signal_and_confirmation_the_verb_completes_once(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    await resource.create(replicas=2)
+    await resource.settled("Running")
+
+    node.signal_engine("demo-engine-1", signal.SIGSTOP)
+    await resource.patch(desiredState="Paused")
+    sent = await operator.logs("signal sent", signal="PAUSE")
+    operator.kill()
+    during = await resource.status()
+    node.signal_engine("demo-engine-1", signal.SIGCONT)
+    await operator.start()
+    status = await resource.settled("Paused")
+
+    assert during["lifecycle"]["operationId"] == sent["operation_id"]
+    assert during["lifecycle"]["phase"] in ("Pending", "Submitted")
+    assert status["history"][-1]["operationId"] == sent["operation_id"]
+    reply = await ask_coordinator(api, namespace, node.ports.admin)
+    assert [(done.operation_id, done.signal, done.phase, done.ranks) for done in reply.operations] == [
+        (sent["operation_id"], Header.PAUSE, "Confirmed", 2)
+    ]
+    assert reply.fence == sent["fence"]
+
+
+async def test_second_operator_stands_by_then_takes_over_with_a_higher_fence(
+    resource: Any, make_operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    first, second = make_operator(pod="operator-a"), make_operator(pod="operator-b")
+    await first.start()
+    await resource.create()
+    await resource.settled("Running")
+    await second.start(phase="standing by")
+
+    await resource.patch(desiredState="Paused")
+    await resource.settled("Paused")
+    assert second.lines("decision") == []
+
+    assert first.stop() == 0
+    await second.reaches("leading")
+    await resource.patch(desiredState="Running")
+    await resource.settled("Running")
+
+    lease = await api.get(LEASE, namespace, "megatron-operator")
+    assert lease["spec"]["holderIdentity"] == "operator-b_operator-b-uid"
+    assert [line["fence"] for line in first.lines("signal sent")] == [1]
+    assert [line["fence"] for line in second.lines("signal sent")] == [2]
+    assert (await ask_coordinator(api, namespace, node.ports.admin)).fence == 2

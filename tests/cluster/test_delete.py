@@ -1,0 +1,69 @@
+"""Deletion is at once and never hangs, in any order of resource, namespace, CRD and operator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.kinds import RESOURCE, Kind
+
+pytestmark = pytest.mark.cluster
+
+NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
+CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
+CRD_NAME = f"{RESOURCE.plural}.{RESOURCE.group}"
+
+
+async def gone(api: Any, kind: Kind, name: str, *, seconds: float = 60) -> None:
+    async with asyncio.timeout(seconds):
+        while await api.get(kind, None, name) is not None:
+            await asyncio.sleep(0.2)
+
+
+async def test_resource_and_children_go_and_the_same_name_starts_anew(resource: Any, operator: Any, node: Any) -> None:
+    await resource.create()
+    await resource.settled("Running")
+    await resource.delete()
+    assert await resource.get() is None
+    await resource.until_gone()
+
+    await resource.create()
+    await resource.settled("Running")
+    assert len(operator.lines("resource gone")) == 1
+
+
+async def test_resource_goes_while_no_operator_runs(resource: Any, operator: Any, node: Any) -> None:
+    await resource.create()
+    await resource.until(lambda status: bool(status))
+    operator.kill()
+
+    await resource.delete()
+    assert await resource.get() is None
+    await resource.until_gone()
+
+
+async def test_namespace_goes_with_everything_in_it(resource: Any, operator: Any, api: Any, namespace: str) -> None:
+    await resource.create()
+    await resource.until(lambda status: bool(status))
+    await api.request("DELETE", NAMESPACE.path(None, namespace))
+    await gone(api, NAMESPACE, namespace)
+
+
+async def test_crd_goes_with_its_resources_and_comes_back(
+    resource: Any, operator: Any, node: Any, api: Any, reinstall_crd: Any
+) -> None:
+    await resource.create()
+    await resource.settled("Running")
+    await api.request("DELETE", CRD.path(None, CRD_NAME))
+    await gone(api, CRD, CRD_NAME)
+    async with asyncio.timeout(45):
+        while await resource.children():
+            await asyncio.sleep(0.2)
+
+    reinstall_crd()
+    if not operator.running:
+        await operator.start()
+    await resource.create()
+    await resource.settled("Running", seconds=60)

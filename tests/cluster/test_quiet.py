@@ -1,0 +1,89 @@
+"""Children are kept as they should be, and a pass that finds them so writes nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
+
+pytestmark = pytest.mark.cluster
+
+DEPLOYMENT = kind_of("apps/v1", "Deployment")
+
+
+def versions(objects: dict[str, dict[str, Any]]) -> dict[str, str]:
+    return {name: obj["metadata"]["resourceVersion"] for name, obj in objects.items()}
+
+
+async def test_settled_resource_costs_no_write_nor_does_a_restart_change_anything(
+    resource: Any, make_operator: Any, node: Any
+) -> None:
+    operator = make_operator("--resync-seconds", "1")
+    await operator.start()
+    await resource.create()
+    await resource.settled("Running")
+    before, children = await operator.writes(), versions(await resource.children())
+    passes = await operator.passes()
+
+    while await operator.passes() < passes + 4:
+        await asyncio.sleep(0.1)
+    assert await operator.writes() == before
+    assert versions(await resource.children()) == children
+
+    version = (await resource.get())["metadata"]["resourceVersion"]
+    assert operator.stop() == 0
+    await operator.start()
+    await operator.logs("decision", policy="settled")
+    passes = await operator.passes()
+    while await operator.passes() < passes + 2:
+        await asyncio.sleep(0.1)
+    assert versions(await resource.children()) == children
+    assert (await resource.get())["metadata"]["resourceVersion"] == version
+
+
+async def test_child_that_somebody_changes_or_deletes_is_put_right(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    await resource.create()
+    await resource.settled("Running")
+
+    await api.merge_patch(DEPLOYMENT, namespace, "demo-server", {"spec": {"replicas": 3}}, manager="somebody")
+    service = await api.get(SERVICE, namespace, "demo")
+    await api.delete(SERVICE, namespace, "demo", uid=service["metadata"]["uid"])
+
+    async with asyncio.timeout(20):
+        while True:
+            children = await resource.children()
+            found = children.get("Service demo")
+            put_right = children["Deployment demo-server"]["spec"]["replicas"] == 1
+            if put_right and found and found["metadata"]["uid"] != service["metadata"]["uid"]:
+                break
+            await asyncio.sleep(0.1)
+
+
+async def test_somebody_elses_object_is_left_alone_and_named_in_the_status(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    foreign = {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": {"name": "demo-coordinator", "namespace": namespace},
+        "spec": {"ports": [{"port": 1}]},
+    }
+    await api.create(SERVICE, foreign, manager="somebody")
+    await resource.create()
+
+    status = await resource.until(lambda status: "not owned by this resource" in str(status))
+    assert status["state"] == "Pending"
+    kept = await api.get(SERVICE, namespace, "demo-coordinator")
+    assert "ownerReferences" not in kept["metadata"]
+    assert [port["port"] for port in kept["spec"]["ports"]] == [1]
+
+    await api.delete(SERVICE, namespace, "demo-coordinator", uid=kept["metadata"]["uid"])
+    await api.merge_patch(
+        RESOURCE, namespace, "demo", {"metadata": {"annotations": {"look": "again"}}}, manager="somebody"
+    )
+    await resource.settled("Running", seconds=90)
