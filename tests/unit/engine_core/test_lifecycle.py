@@ -1,0 +1,161 @@
+"""The engine's state machine: walked through its table, with a real engine on its thread."""
+
+from collections.abc import AsyncIterator
+
+import numpy as np
+import pytest
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
+from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.engine_thread import EngineThread, Outputs
+from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import SIGNALS, Header
+from megatron_runtime.wire.messages import Control, ControlCommit
+from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+
+PATH_TO = {
+    EngineState.RUNNING: (Header.UNPAUSE,),
+    EngineState.PAUSED: (),
+    EngineState.SUSPENDED: (Header.SUSPEND,),
+    EngineState.STOPPED: (Header.STOP,),
+}
+"""How a fresh engine, which is PAUSED, gets to each settled state."""
+
+
+class Rig:
+    """An echo engine on its thread, and what it put out."""
+
+    def __init__(self) -> None:
+        self.executor = EchoExecutor()
+        self.executor.load()
+        self.engine = DynamicInferenceEngine(self.executor, InferenceConfig())
+        self.tokens: list[int] = []
+        self.failures: list[BaseException] = []
+        self.thread = EngineThread(self.engine, on_step=self._on_step, on_failure=self.failures.append)
+        self.thread.start()
+        self.lifecycle = Lifecycle(self.thread)
+
+    def _on_step(self, outputs: Outputs) -> None:
+        for output in outputs:
+            self.tokens += output.new_tokens
+
+    async def signal(self, kind: Header, operation_id: str | None = None) -> bool:
+        ack = await self.lifecycle.handle(Control(kind=kind, operation_id=operation_id))
+        if ack.ok:
+            await self.lifecycle.commit(ControlCommit(operation_id=ack.operation_id, signal=kind))
+        return ack.ok
+
+    async def reach(self, state: EngineState) -> None:
+        for kind in PATH_TO[state]:
+            assert await self.signal(kind)
+        assert self.lifecycle.state is state
+
+    async def submit(self, length: int) -> None:
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=length)
+        request = EngineRequest(1, np.array([1, 2, 3], np.int32), np.zeros(0, np.int32), params)
+        await self.thread.call(lambda engine: engine.add_request(request))
+
+
+@pytest.fixture
+async def rig() -> AsyncIterator[Rig]:
+    rig = Rig()
+    yield rig
+    await rig.thread.stop()
+    assert not rig.failures
+    rig.engine.check_integrity()
+
+
+@pytest.mark.parametrize("state", PATH_TO)
+@pytest.mark.parametrize("kind", sorted(SIGNALS))
+async def test_every_signal_in_every_state(rig: Rig, state: EngineState, kind: Header) -> None:
+    await rig.reach(state)
+    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op"))
+    assert ack.ok is (state in LEGAL_FROM[kind])
+    if not ack.ok:
+        assert state.value in (ack.error or "")
+        assert rig.lifecycle.state is state
+        return
+    if kind is Header.PAUSE and state is not EngineState.RUNNING:
+        assert rig.lifecycle.state is state
+        return
+    assert rig.lifecycle.state is TRANSITIONS[kind].passing
+    await rig.lifecycle.commit(ControlCommit(operation_id="op", signal=kind))
+    assert rig.lifecycle.state is TRANSITIONS[kind].lands_in
+
+
+async def test_a_repeated_operation_acts_once_and_gets_the_same_answer(rig: Rig) -> None:
+    await rig.reach(EngineState.RUNNING)
+    first = await rig.lifecycle.handle(Control(kind=Header.PAUSE, operation_id="op"))
+    again = await rig.lifecycle.handle(Control(kind=Header.PAUSE, operation_id="op"))
+    assert again == first
+    assert rig.lifecycle.acted[Header.PAUSE] == 1
+
+
+async def test_nothing_is_generated_between_acknowledged_pause_and_unpause(rig: Rig) -> None:
+    await rig.submit(4000)
+    await rig.reach(EngineState.RUNNING)
+    assert await rig.signal(Header.PAUSE)
+    frozen = len(rig.tokens)
+    await rig.thread.call(lambda engine: None)
+    assert len(rig.tokens) == frozen < 4000
+    assert rig.engine.has_work
+
+
+async def test_suspend_and_resume_keep_the_answer_exact(rig: Rig) -> None:
+    await rig.submit(400)
+    await rig.reach(EngineState.RUNNING)
+    for kind in (Header.PAUSE, Header.SUSPEND):
+        assert await rig.signal(kind)
+    with pytest.raises(RuntimeError, match="load"):
+        await rig.thread.call(lambda engine: engine.step())
+    for kind in (Header.RESUME, Header.UNPAUSE):
+        assert await rig.signal(kind)
+    while await rig.thread.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 400)
+
+
+async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None:
+    def fail() -> None:
+        raise OSError("device lost")
+
+    rig.executor.release = fail  # type: ignore[method-assign]
+    ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op"))
+    assert not ack.ok
+    assert "device lost" in (ack.error or "")
+    assert rig.lifecycle.state is EngineState.PAUSED
+
+
+@pytest.mark.parametrize("state", [EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED])
+@pytest.mark.parametrize("target", [CoordinatorState.RUNNING, CoordinatorState.PAUSED, CoordinatorState.SUSPENDED])
+async def test_an_engine_that_joins_reaches_the_state_it_is_told(
+    rig: Rig, state: EngineState, target: CoordinatorState
+) -> None:
+    await rig.reach(state)
+    await rig.lifecycle.converge(target)
+    assert rig.lifecycle.state.value == target.value
+
+
+async def test_a_lost_commit_leaves_the_state_that_the_work_reached(rig: Rig) -> None:
+    await rig.reach(EngineState.RUNNING)
+    await rig.lifecycle.handle(Control(kind=Header.PAUSE, operation_id="op"))
+    assert rig.lifecycle.state is EngineState.PAUSING
+    assert rig.lifecycle.settled_state is EngineState.PAUSED
+    await rig.lifecycle.converge(CoordinatorState.RUNNING)
+    assert rig.lifecycle.state is EngineState.RUNNING
+
+
+async def test_a_failing_step_ends_the_thread_and_is_reported() -> None:
+    rig = Rig()
+
+    def fail(plan: object) -> None:
+        raise ZeroDivisionError("broken kernel")
+
+    rig.executor.execute = fail  # type: ignore[method-assign,assignment]
+    await rig.submit(4)
+    rig.thread.call(lambda engine: None)
+    await rig.thread.unpause()
+    await rig.thread.stop()
+    assert [str(failure) for failure in rig.failures] == ["broken kernel"]
