@@ -321,9 +321,9 @@ class InferenceClient:
                 continue
             held = len(request.generated) // 4
             if entry.offset > held:
-                # Something between was lost with a connection: the coordinator sends it anew, by what we hold.
+                # What lies between was lost with a connection. The coordinator sends it anew once it has the SUBMIT
+                # that follows each renewed registration and says what is held here.
                 self.stale_partials += 1
-                self._send_submit(request)
                 continue
             new = tokens[4 * (held - entry.offset) :]
             if not new:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -15,6 +15,7 @@ from megatron_runtime.wire.messages import Frames
 if TYPE_CHECKING:
     from megatron_runtime.data_parallel_inference_coordinator.journal import Entry
 
+REMEMBERED_ANSWERS = 4096
 OUTBOX_MESSAGES = 100_000
 """Answers kept for a client that does not read; the one after it drops the client."""
 
@@ -26,7 +27,8 @@ class Client:
     route:     the number by which engines group partials for it.
     open:      its open requests by uid.
     plain_ids: uid by request number, for a plain client.
-    outbox:    messages that could not be sent yet, in order. While it is not empty, partials are not sent at all:
+    answered:  uids whose final answer went out on the present connection, and thus arrives; the last few thousand.
+    outbox:    messages that could not be sent yet, in order, each with the uid it answers for good. While it is not empty, partials are not sent at all:
                the tokens wait in the journal and go out as one.
     behind:    partials are owed.
     stuck_since: when sending first failed; None while it succeeds.
@@ -41,7 +43,8 @@ class Client:
     plain: bool = False
     open: dict[bytes, Entry] = field(default_factory=dict)
     plain_ids: dict[int, bytes] = field(default_factory=dict)
-    outbox: deque[Frames] = field(default_factory=deque)
+    outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
+    answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     behind: bool = False
     stuck_since: float | None = None
     reachable: bool = True
@@ -86,10 +89,15 @@ class ClientRegistry:
         """The client is at another connection now; what it is owed goes there."""
         self._by_peer.pop(client.peer, None)
         client.peer = peer
+        client.answered.clear()
         client.incarnation = incarnation
         client.reachable = True
         client.stuck_since = None
         self._by_peer[peer] = client
+        for entry in client.open.values():
+            # What was sent on the old connection may not have arrived. The client drops what it has already.
+            entry.forwarded = entry.held
+            client.behind = client.behind or entry.meta.streaming
 
     def remove(self, client: Client) -> None:
         if self._by_name.get((client.role, client.name)) is client:
@@ -99,16 +107,20 @@ class ClientRegistry:
         self._by_route.pop(client.route, None)
         client.outbox.clear()
 
-    def send(self, client: Client, frames: Frames) -> None:
-        """Send now, or keep for later."""
-        if client.outbox or not client.reachable or not self.try_send(client, frames):
-            client.outbox.append(frames)
+    def send(self, client: Client, frames: Frames, *, answers: bytes | None = None) -> None:
+        """Send now, or keep for later. `answers` is the uid of the request that this message ends."""
+        if client.outbox or not client.reachable or not self.try_send(client, frames, answers=answers):
+            client.outbox.append((answers, frames))
 
-    def try_send(self, client: Client, frames: Frames) -> bool:
+    def try_send(self, client: Client, frames: Frames, *, answers: bytes | None = None) -> bool:
         """Send now or not at all."""
         sent = self._send(client.peer, frames)
         if sent is Sent.OK:
             client.stuck_since = None
+            if answers is not None:
+                client.answered[answers] = None
+                if len(client.answered) > REMEMBERED_ANSWERS:
+                    client.answered.popitem(last=False)
             return True
         if sent is Sent.GONE:
             client.reachable = False
@@ -119,7 +131,8 @@ class ClientRegistry:
     def flush(self, client: Client) -> bool:
         """Send what was kept. True when nothing is left."""
         while client.outbox:
-            if not client.reachable or not self.try_send(client, client.outbox[0]):
+            answers, frames = client.outbox[0]
+            if not client.reachable or not self.try_send(client, frames, answers=answers):
                 return False
             client.outbox.popleft()
         return client.reachable

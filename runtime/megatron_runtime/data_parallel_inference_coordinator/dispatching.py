@@ -77,7 +77,13 @@ class Dispatcher:
         params: bytes,
         plain_id: int | None = None,
     ) -> None:
-        """Admit a request, or refuse it. A uid that is open already is the same request on another connection."""
+        """Admit a request, or refuse it.
+
+        A uid that is open already is the same request on another connection. One that was answered on this very
+        connection was sent before the answer was read.
+        """
+        if uid in client.answered:
+            return
         known = self.journal.get(uid)
         if known is not None:
             self._take_over(known, client, tokens_held=len(generated) // 4)
@@ -85,7 +91,7 @@ class Dispatcher:
         now = self._loop.time()
         deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
         entry = Entry(uid, client, meta, prompt, params, bytearray(generated), now, deadline, plain_id=plain_id)
-        entry.forwarded = entry.tokens_so_far
+        entry.forwarded = entry.held = entry.tokens_so_far
         if len(self.queue) >= self._settings.max_queued:
             self._refuse_full(entry, f"{len(self.queue)} requests wait for an engine already")
             return
@@ -104,7 +110,7 @@ class Dispatcher:
             entry.client.open.pop(entry.uid, None)
             entry.client = client
             client.open[entry.uid] = entry
-        entry.forwarded = min(tokens_held, entry.tokens_so_far)
+        entry.forwarded = entry.held = min(tokens_held, entry.tokens_so_far)
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             client.behind = True
 
@@ -224,7 +230,7 @@ class Dispatcher:
             frames = plain.failed_reply(entry.plain_id or 0, code, message)
         else:
             frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
-        self._clients.send(entry.client, frames)
+        self._clients.send(entry.client, frames, answers=entry.uid)
 
     def _abort_at_engine(self, entry: Entry) -> None:
         if entry.engine is not None:

@@ -24,6 +24,7 @@ class Entry:
 
     generated:  tokens so far, little-endian int32. What the client was sent is fixed for ever.
     forwarded:  how many of them the client was sent.
+    held:       how many of them the client is known to have, by its own word.
     dispatched_bytes: length of `generated` when it was last dispatched.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
     plain_id:   the request's number at a plain client.
@@ -38,6 +39,7 @@ class Entry:
     arrived: float
     deadline: float | None = None
     forwarded: int = 0
+    held: int = 0
     dispatched_bytes: int = 0
     dispatch_id: int = 0
     engine: Engine | None = None

@@ -56,7 +56,9 @@ class Replies:
             frames = plain.reply_frames(entry.plain_id or 0, message)
         self._counters.completed += 1
         self._dispatcher.forget(entry)
-        self._clients.send(client, frames)
+        if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
+            self._clients.send(client, self._owed(entry))
+        self._clients.send(client, frames, answers=entry.uid)
         self._dispatcher.pump()
 
     def catch_up(self, client: Client) -> None:

@@ -1,0 +1,280 @@
+"""Nobody loses a request: engines, clients and coordinators that vanish, fall silent, come back."""
+
+import asyncio
+
+import pytest
+
+from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
+from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.messages import Heartbeat, Partial, PartialEntry, tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.wire.states import CoordinatorState, EngineState
+
+
+async def start_streams(client, params, count, *, tokens=12):
+    return [client.add_request_streaming([n], params(tokens)) for n in range(1, count + 1)]
+
+
+async def check_streams(streams, collect, *, tokens=12) -> None:
+    for number, stream in enumerate(streams, start=1):
+        got, final = await collect(stream)
+        assert got == final["generated_tokens"] == echo_answer([number], tokens)
+
+
+@pytest.mark.parametrize("way", ["vanishes", "leaves", "falls silent", "restarts"])
+async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(stage, params, collect, way) -> None:
+    coordinator = stage.coordinator()
+    first = await stage.engine("engine-0", step_seconds=None)
+    client = await stage.client()
+    streams = await start_streams(client, params, 5)
+    plain = client.add_request([9], params(12))
+    await first.until(lambda: len(first.jobs) == 6)
+    for _ in range(4):
+        first.step()
+    await stage.until(
+        lambda: all(entry.tokens_so_far == 4 for entry in coordinator.dispatcher.journal if entry.meta.streaming)
+    )
+    second = await stage.engine("engine-0" if way == "restarts" else "engine-1")
+    if way == "vanishes":
+        first.close()
+    elif way == "leaves":
+        first.leave()
+    elif way == "falls silent":
+        first.heartbeat_seconds = None
+    await check_streams(streams, collect)
+    assert (await plain)["generated_tokens"] == echo_answer([9], 12)
+    assert coordinator.counters.replays == 6
+    assert {
+        len(tokens_from_bytes(dispatch.generated)) for dispatch in second.dispatches if dispatch.meta.streaming
+    } == {4}
+    assert coordinator.counters.engines_lost == 1
+
+
+async def test_an_engine_wrongly_thought_dead_cannot_double_a_token(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    zombie = await stage.engine("zombie", step_seconds=None)
+    client = await stage.client()
+    streams = await start_streams(client, params, 3)
+    await zombie.until(lambda: len(zombie.jobs) == 3)
+    zombie.step()
+    coordinator.lose_engine(coordinator.engines.named("zombie"), "a test says so")
+    for _ in range(20):
+        zombie.step()
+    await stage.engine("healthy")
+    zombie.step_seconds = 0.0
+    zombie.say_hello()
+    await check_streams(streams, collect)
+
+
+async def test_stale_dispatches_and_offsets_are_dropped_and_counted(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1], params(6))
+    await engine.until(lambda: engine.jobs)
+    dispatch = engine.dispatches[0]
+    engine.step()
+    for dispatch_id, offset in ((dispatch.dispatch_id, 0), (dispatch.dispatch_id, 5), (dispatch.dispatch_id - 1, 1)):
+        entry = PartialEntry(dispatch.uid, dispatch_id, offset, 1)
+        engine.send(Partial(dispatch.route, [entry], tokens_to_bytes([666])))
+    while engine.jobs:
+        engine.step()
+    tokens, _ = await collect(stream)
+    assert tokens == echo_answer([1], 6)
+    assert coordinator.counters.stale == 3
+
+
+async def test_an_engine_that_falls_silent_gets_no_new_work(stage, params) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, suspect=0.3, dead=60.0, recovery=0.0))
+    silent = await stage.engine("silent")
+    silent.heartbeat_seconds = None
+    await stage.until(lambda: coordinator.engines.named("silent").suspect)
+    client = await stage.client()
+    future = client.add_request([1], params(4))
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await asyncio.sleep(0.1)
+    assert silent.dispatches == []
+    silent.heartbeat_seconds = 0.05
+    silent._beat()
+    await future
+
+
+async def test_an_engine_that_said_it_is_busy_may_be_silent(stage) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.02, suspect=0.05, dead=0.2, recovery=0.0))
+    engine = await stage.engine()
+    engine.heartbeat_seconds = None
+    for timer in engine._timers:
+        timer.cancel()
+    engine.send(Heartbeat(incarnation=engine.incarnation, busy_for=1.0))
+    await asyncio.sleep(0.6)
+    assert coordinator.engines.named("engine-0") is not None
+    await stage.until(lambda: coordinator.engines.named("engine-0") is None)
+
+
+async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None, max_requests=2)
+    client = await stage.client()
+    futures = [client.add_request([n], params(4)) for n in range(1, 5)]
+    await engine.until(lambda: len(engine.jobs) == 2)
+    client.stop()
+    await engine.until(lambda: len(engine.aborted) == 2)
+    await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+    assert all(future.cancelled() for future in futures)
+    assert engine.jobs == {}
+
+
+async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    client.add_request([1], params(4))
+    await engine.until(lambda: engine.jobs)
+    client._link._timer.cancel()
+    client._link._socket.close()
+    client._link.registered = False
+    await engine.until(lambda: engine.aborted)
+    assert coordinator.clients.named(Role.CLIENT, client._name) is None
+
+
+async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1], params(8))
+    await engine.until(lambda: engine.jobs)
+    engine.step()
+    assert await anext(stream)
+    client._link._socket.close()
+    for _ in range(3):
+        engine.step()
+    await stage.until(lambda: next(iter(coordinator.dispatcher.journal)).tokens_so_far == 4)
+    client._link._lose()
+    client._link._open()
+    for _ in range(4):
+        engine.step()
+    tokens, final = await collect(stream)
+    assert echo_answer([1], 1) + tokens == final["generated_tokens"] == echo_answer([1], 8)
+    assert len(engine.dispatches) == 1
+
+
+async def test_a_slow_client_gets_everything_as_soon_as_it_reads_and_costs_others_nothing(
+    stage, params, collect
+) -> None:
+    coordinator = stage.coordinator()
+    await stage.engine()
+    slow, quick = await stage.client(), await stage.client()
+    peer = coordinator.clients.named(Role.CLIENT, slow._name).peer
+    send = coordinator.clients._send
+    full = True
+    coordinator.clients._send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+    streams = await start_streams(slow, params, 3)
+    future = slow.add_request([9], params(3))
+    await check_streams(await start_streams(quick, params, 3), collect)
+    await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+    full = False
+    await check_streams(streams, collect)
+    assert (await future)["generated_tokens"] == echo_answer([9], 3)
+
+
+async def test_a_client_that_never_reads_is_dropped(stage, params) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, slow_client=0.3, recovery=0.0))
+    engine = await stage.engine(step_seconds=0.01)
+    slow = await stage.client()
+    peer = coordinator.clients.named(Role.CLIENT, slow._name).peer
+    send = coordinator.clients._send
+    coordinator.clients._send = lambda to, frames: Sent.FULL if to == peer else send(to, frames)
+    slow.add_request_streaming([1], params(100_000))
+    await stage.until(lambda: coordinator.clients.named(Role.CLIENT, slow._name) is None)
+    await engine.until(lambda: engine.aborted)
+
+
+async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_requests_from_its_clients(
+    stage, params, collect
+) -> None:
+    before = stage.coordinator()
+    engines = [await stage.engine(f"engine-{n}", step_seconds=None) for n in range(2)]
+    client, link = await stage.client(), await stage.admin()
+    streams = await start_streams(client, params, 4)
+    await stage.until(lambda: sum(len(engine.jobs) for engine in engines) == 4)
+    for engine in engines:
+        engine.step()
+    await stage.until(lambda: all(entry.forwarded == 1 for entry in before.dispatcher.journal))
+    await link.control(Header.SET_GENERATION_EPOCH, operation_id="e", fence=4, epoch=12)
+    await link.control(Header.PAUSE, operation_id="p", fence=4)
+    ports = {role: int(address.rpartition(":")[2]) for role, address in before.transport.addresses.items()}
+    before.stop()
+    stage.coordinators.clear()
+    for engine in engines:
+        engine.jobs.clear()
+        engine.step_seconds = 0.0
+        engine.fence = 4
+    after = stage.coordinator(
+        client_port=ports[Role.CLIENT],
+        engine_port=ports[Role.ENGINE],
+        admin_port=ports[Role.ADMIN],
+        timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.5),
+    )
+    assert after.verbs.state is CoordinatorState.RECOVERING
+    for engine in engines:
+        await engine.until(lambda engine=engine: any(e.code is ErrorCode.UNKNOWN_PEER for e in engine.errors))
+        engine.say_hello()
+    await stage.until(lambda: after.verbs.state is CoordinatorState.PAUSED)
+    assert (after.verbs.epoch, after.verbs.fence) == (12, 4)
+    await stage.until(lambda: len(after.dispatcher.queue) == 4)
+    await link.control(Header.UNPAUSE, operation_id="u", fence=4)
+    await check_streams(streams, collect)
+    assert all(len(tokens_from_bytes(d.generated)) == 1 for engine in engines for d in engine.dispatches[-2:])
+
+
+async def test_a_coordinator_that_hears_of_nobody_is_running_soon(stage, params) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=30.0, recovery_settle=0.2))
+    engine = await stage.engine(serving=False, state=EngineState.PAUSED)
+    assert engine.acks[-1].state == CoordinatorState.RECOVERING
+    await engine.until(lambda: engine.acks[-1].state == CoordinatorState.RUNNING)
+    client = await stage.client()
+    future = client.add_request([1], params(2))
+    engine.serving = True
+    engine.say_hello()
+    await future
+    assert coordinator.verbs.state is CoordinatorState.RUNNING
+
+
+async def test_recovery_waits_for_engines_it_heard_of_but_not_for_ever(stage) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=1.0, recovery_settle=0.1))
+    coordinator.recovery.heard_of((1, b"ghost"))
+    await asyncio.sleep(0.4)
+    assert coordinator.verbs.state is CoordinatorState.RECOVERING
+    await stage.until(lambda: coordinator.verbs.state is CoordinatorState.RUNNING)
+
+
+async def test_the_first_engine_that_outlived_tells_a_coordinator_that_gave_up_waiting(stage) -> None:
+    coordinator = stage.coordinator()
+    await stage.engine(state=EngineState.SUSPENDED, epoch=3)
+    assert coordinator.verbs.state is CoordinatorState.SUSPENDED
+    assert coordinator.verbs.epoch == 3
+
+
+async def test_without_an_engine_a_request_waits_and_then_its_time_is_up(stage, params) -> None:
+    stage.coordinator(max_wait_seconds=0.2)
+    client = await stage.client()
+    with pytest.raises(RequestRejectedError, match="for an engine") as rejected:
+        await client.add_request([1], params(2))
+    assert rejected.value.code == 504
+    future = client.add_request([1], params(2))
+    await stage.engine()
+    await future
+
+
+async def test_a_deadline_ends_a_request_wherever_it_is(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    with pytest.raises(RequestRejectedError, match="to be finished") as rejected:
+        await client.add_request([1], params(2), deadline_seconds=0.2)
+    assert rejected.value.code == 504
+    assert 0 < engine.dispatches[0].meta.deadline_ms <= 200
+    await engine.until(lambda: engine.aborted)
+    assert len(coordinator.dispatcher.journal) == 0

@@ -1,0 +1,432 @@
+"""Control messages: legal or refused, confirmed by every engine, at most once."""
+
+import asyncio
+
+import pytest
+
+from megatron_runtime.control_link import ControlRefusedError
+from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.wire.headers import ErrorCode, Header
+from megatron_runtime.wire.messages import Control
+from megatron_runtime.wire.states import CoordinatorState, EngineState
+
+H, S = Header, CoordinatorState
+PATH_TO = {
+    S.RUNNING: (),
+    S.PAUSED: (H.PAUSE,),
+    S.SUSPENDED: (H.PAUSE, H.SUSPEND),
+}
+OUTCOME = {
+    (H.PAUSE, S.RUNNING): S.PAUSED,
+    (H.PAUSE, S.PAUSED): S.PAUSED,
+    (H.PAUSE, S.SUSPENDED): S.SUSPENDED,
+    (H.UNPAUSE, S.PAUSED): S.RUNNING,
+    (H.SUSPEND, S.PAUSED): S.SUSPENDED,
+    (H.RESUME, S.SUSPENDED): S.PAUSED,
+    (H.STOP, S.PAUSED): S.RUNNING,
+    (H.STOP, S.SUSPENDED): S.RUNNING,
+    (H.DRAIN, S.RUNNING): S.RUNNING,
+    (H.SET_GENERATION_EPOCH, S.RUNNING): S.RUNNING,
+    (H.SET_GENERATION_EPOCH, S.PAUSED): S.PAUSED,
+    (H.SET_GENERATION_EPOCH, S.SUSPENDED): S.SUSPENDED,
+}
+KINDS = (H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH)
+CASES = [(kind, state) for kind in KINDS for state in PATH_TO]
+
+
+@pytest.fixture
+def control(stage):
+    """Send control messages with a fence and an id of their own."""
+    count = iter(range(1000))
+
+    def send(link, kind, **options):
+        defaults = {"operation_id": f"op-{next(count)}", "fence": 1, "timeout_seconds": 10.0}
+        if kind is H.SET_GENERATION_EPOCH:
+            defaults["epoch"] = 7
+        return link.control(kind, **{**defaults, **options})
+
+    return send
+
+
+@pytest.mark.parametrize(("kind", "state"), CASES, ids=lambda value: getattr(value, "name", str(value)))
+async def test_every_verb_in_every_state(stage, control, kind, state) -> None:
+    coordinator = stage.coordinator()
+    engines = [await stage.engine("engine-0"), await stage.engine("engine-1", ranks=2)]
+    link = await stage.admin()
+    for step in PATH_TO[state]:
+        await control(link, step)
+    before = [dict(engine.acted) for engine in engines]
+    if (kind, state) in OUTCOME:
+        ack = await control(link, kind, expected_engines=2)
+        assert ack.state == OUTCOME[kind, state] == coordinator.verbs.state
+        idle = kind is H.PAUSE and state is not S.RUNNING
+        if not idle:
+            assert (ack.ranks, ack.total_ranks) == (3, 3)
+            assert all(outcome.ok for outcome in ack.engines.values())
+        if kind is not H.DRAIN and not idle:
+            for engine in engines:
+                await engine.until(lambda engine=engine: engine.commits and engine.commits[-1].signal == kind)
+                assert engine.acted[kind] == 1
+    else:
+        with pytest.raises(ControlRefusedError, match=state.value) as refused:
+            await control(link, kind)
+        assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
+        assert refused.value.state == state == coordinator.verbs.state
+        assert [dict(engine.acted) for engine in engines] == before
+
+
+async def test_recovering_takes_no_control_message(stage, control) -> None:
+    stage.coordinator(timing=Timing(heartbeat=0.05, recovery=30.0, recovery_settle=30.0))
+    link = await stage.admin()
+    for kind in KINDS:
+        with pytest.raises(ControlRefusedError, match="RECOVERING"):
+            await control(link, kind)
+
+
+async def test_engines_confirm_before_the_coordinator_commits(stage, control) -> None:
+    coordinator = stage.coordinator()
+    quick, slow = await stage.engine("quick"), await stage.engine("slow", mute={H.PAUSE})
+    link = await stage.admin()
+    answer = control(link, H.PAUSE, operation_id="pause")
+    await quick.until(lambda: quick.acted[H.PAUSE])
+    status = await link.status()
+    assert status.operations[-1].phase == "InProgress"
+    assert not answer.done()
+    assert quick.commits == []
+    assert coordinator.verbs.state is S.RUNNING
+    slow.mute.clear()
+    slow._control(control_message("pause"))
+    ack = await answer
+    assert sorted(ack.engines) == ["quick", "slow"]
+    assert ack.state == S.PAUSED
+    await quick.until(lambda: quick.state is EngineState.PAUSED)
+
+
+def control_message(operation_id):
+    return Control(kind=H.PAUSE, operation_id=operation_id)
+
+
+async def test_the_same_operation_id_joins_and_later_gets_the_same_answer(stage, control) -> None:
+    stage.coordinator()
+    engine = await stage.engine(mute={H.PAUSE})
+    first, second = await stage.admin(), await stage.admin()
+    answers = [control(link, H.PAUSE, operation_id="pause") for link in (first, second)]
+    await asyncio.sleep(0.1)
+    assert not any(answer.done() for answer in answers)
+    engine.mute.clear()
+    engine._control(control_message("pause"))
+    one, other = await asyncio.gather(*answers)
+    assert one == other
+    await control(first, H.UNPAUSE)
+    assert await control(second, H.PAUSE, operation_id="pause") == one
+    assert engine.acted[H.PAUSE] == 1
+
+
+async def test_refusals_are_remembered_by_nobody_and_answers_64_times(stage, control) -> None:
+    stage.coordinator()
+    engine = await stage.engine()
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError):
+        await control(link, H.UNPAUSE, operation_id="early")
+    for number in range(65):
+        await control(link, H.SET_GENERATION_EPOCH, operation_id=f"epoch-{number}", epoch=number)
+    operations = (await link.status()).operations
+    assert [operation.operation_id for operation in operations] == [f"epoch-{number}" for number in range(1, 65)]
+    assert engine.acted[H.SET_GENERATION_EPOCH] == 65
+
+
+async def test_a_lower_fence_is_refused_and_told_the_highest(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine(fence=3)
+    link = await stage.admin()
+    await control(link, H.PAUSE, fence=5)
+    with pytest.raises(ControlRefusedError) as refused:
+        await control(link, H.UNPAUSE, fence=4)
+    assert (refused.value.code, refused.value.fence) == (ErrorCode.STALE_FENCE, 5)
+    await control(link, H.UNPAUSE, fence=5)
+
+
+async def test_the_fence_of_an_engine_counts(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine(fence=9)
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError, match="lower than 9"):
+        await control(link, H.PAUSE, fence=8)
+
+
+async def test_one_operation_at_a_time(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine(mute={H.PAUSE})
+    link = await stage.admin()
+    pending = control(link, H.PAUSE, operation_id="pause", timeout_seconds=60)
+    with pytest.raises(ControlRefusedError, match="PAUSE pause is under way") as refused:
+        await control(link, H.SET_GENERATION_EPOCH)
+    assert refused.value.code == ErrorCode.IN_PROGRESS
+    pending.cancel()
+
+
+async def test_none_cannot_pass_for_all(stage, control) -> None:
+    coordinator = stage.coordinator()
+    await stage.engine("engine-0")
+    await stage.engine("engine-1", serving=False)
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError, match="expects 2 engines; serving: engine-0") as refused:
+        await control(link, H.PAUSE, expected_engines=2)
+    assert refused.value.code == ErrorCode.ENGINES_MISSING
+    assert coordinator.verbs.state is S.RUNNING
+
+
+async def test_an_engine_that_misses_the_deadline_is_evicted_and_named(stage, control, params) -> None:
+    coordinator = stage.coordinator()
+    good = await stage.engine("good")
+    mute = await stage.engine("mute", mute={H.PAUSE}, step_seconds=None)
+    link, client = await stage.admin(), await stage.client()
+    futures = [client.add_request([n], params(4)) for n in range(1, 5)]
+    await mute.until(lambda: mute.jobs)
+    ack = await control(link, H.PAUSE, timeout_seconds=0.3)
+    assert ack.ok
+    assert ack.evicted == ["mute"]
+    assert ack.engines["mute"].error == "no answer within 0.3 s"
+    assert (ack.ranks, ack.total_ranks) == (1, 2)
+    await mute.until(lambda: any(error.code is ErrorCode.UNKNOWN_PEER for error in mute.errors))
+    await control(link, H.UNPAUSE)
+    replies = await asyncio.gather(*futures)
+    assert [reply["generated_tokens"] for reply in replies] == [echo_answer([n], 4) for n in range(1, 5)]
+    assert coordinator.engines.named("mute") is None
+    assert good.acted[H.UNPAUSE] == 1
+
+
+async def test_an_engine_that_fails_is_evicted_and_the_others_commit(stage, control) -> None:
+    coordinator = stage.coordinator()
+    good, bad = await stage.engine("good"), await stage.engine("bad", failing={H.PAUSE})
+    link = await stage.admin()
+    ack = await control(link, H.PAUSE)
+    assert ack.evicted == ["bad"]
+    assert ack.engines["bad"].error == "PAUSE went wrong"
+    await good.until(lambda: good.state is EngineState.PAUSED)
+    assert bad.commits == []
+    assert coordinator.verbs.state is S.PAUSED
+
+
+async def test_when_no_engine_succeeds_nothing_has_changed(stage, control, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(failing={H.PAUSE})
+    link, client = await stage.admin(), await stage.client()
+    with pytest.raises(ControlRefusedError, match="PAUSE went wrong") as refused:
+        await control(link, H.PAUSE)
+    assert refused.value.ack is not None
+    assert refused.value.ack.evicted == ["engine-0"]
+    assert coordinator.verbs.state is S.RUNNING
+    engine.say_hello()
+    assert await client.add_request([1], params(2))
+
+
+async def test_an_engine_that_dies_leaves_the_barrier(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine("good")
+    dying = await stage.engine("dying", mute={H.PAUSE})
+    link = await stage.admin()
+    answer = control(link, H.PAUSE, timeout_seconds=60)
+    await asyncio.sleep(0.05)
+    dying.close()
+    ack = await answer
+    assert ack.ok
+    assert ack.evicted == []
+    assert "lost" in (ack.engines["dying"].error or "")
+
+
+async def test_with_no_engine_a_verb_is_confirmed_by_nobody(stage, control) -> None:
+    coordinator = stage.coordinator()
+    link = await stage.admin()
+    ack = await control(link, H.PAUSE, expected_engines=0)
+    assert (ack.state, ack.ranks, ack.total_ranks) == (S.PAUSED, 0, 0)
+    assert coordinator.verbs.state is S.PAUSED
+
+
+async def test_pause_freezes_what_runs_and_holds_what_comes(stage, control, params, collect) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=0.005)
+    link, client = await stage.admin(), await stage.client()
+    stream = client.add_request_streaming([1], params(60))
+    await engine.until(lambda: any(len(job.generated) > 3 for job in engine.jobs.values()))
+    await control(link, H.PAUSE)
+    tokens_at_pause = [len(job.generated) for job in engine.jobs.values()]
+    later = client.add_request([2], params(4))
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await asyncio.sleep(0.1)
+    assert [len(job.generated) for job in engine.jobs.values()] == tokens_at_pause
+    assert not later.done()
+    await control(link, H.SUSPEND)
+    await control(link, H.RESUME)
+    assert not later.done()
+    await control(link, H.UNPAUSE)
+    tokens, final = await collect(stream)
+    assert tokens == final["generated_tokens"] == echo_answer([1], 60)
+    assert (await later)["generated_tokens"] == echo_answer([2], 4)
+    assert len(engine.dispatches) == 2
+
+
+async def test_pause_with_reject_refuses_what_comes(stage, control, params) -> None:
+    stage.coordinator(pause_mode="Reject")
+    await stage.engine()
+    link, client = await stage.admin(), await stage.client()
+    await control(link, H.PAUSE)
+    with pytest.raises(RequestRejectedError, match="paused") as rejected:
+        await client.add_request([1], params(4))
+    assert (rejected.value.code, rejected.value.retry_after_seconds) == (503, 1.0)
+    await control(link, H.UNPAUSE)
+    assert (await client.add_request([1], params(4)))["generated_tokens"] == echo_answer([1], 4)
+
+
+async def test_stop_answers_what_is_open_and_the_coordinator_serves_the_next_engines(stage, control, params) -> None:
+    stage.coordinator()
+    engine = await stage.engine(step_seconds=None, max_requests=1)
+    link, client = await stage.admin(), await stage.client()
+    futures = [client.add_request([n], params(4)) for n in (1, 2)]
+    stream = client.add_request_streaming([3], params(4))
+    await engine.until(lambda: engine.jobs)
+    await control(link, H.PAUSE)
+    ack = await control(link, H.STOP)
+    assert ack.state == S.RUNNING
+    for future in futures:
+        with pytest.raises(RequestRejectedError) as rejected:
+            await future
+        assert rejected.value.code == 503
+    with pytest.raises(RequestRejectedError):
+        await anext(stream)
+    engine.leave()
+    await stage.engine("engine-1")
+    assert (await client.add_request([4], params(4)))["generated_tokens"] == echo_answer([4], 4)
+
+
+async def test_an_engine_that_joins_learns_state_epoch_and_fence(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine("engine-0")
+    link = await stage.admin()
+    await control(link, H.SET_GENERATION_EPOCH, epoch=41, fence=6)
+    await control(link, H.PAUSE, fence=6)
+    late = await stage.engine("engine-1", serving=False)
+    assert (late.acks[-1].state, late.acks[-1].epoch, late.acks[-1].fence) == (S.PAUSED, 41, 6)
+    late.serving = True
+    late.say_hello()
+    await late.until(lambda: late.state is EngineState.PAUSED)
+    ack = await control(link, H.UNPAUSE, fence=6, expected_engines=2)
+    assert sorted(ack.engines) == ["engine-0", "engine-1"]
+
+
+async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, control) -> None:
+    stage.coordinator()
+    first = await stage.engine("first", mute={H.PAUSE})
+    link = await stage.admin()
+    answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=0.5)
+    await asyncio.sleep(0.05)
+    late = await stage.engine("late")
+    assert late.acks[-1].state == S.PAUSED
+    with pytest.raises(ControlRefusedError):
+        await answer
+    await late.until(lambda: late.acks[-1].state == S.RUNNING)
+    assert first.commits == []
+
+
+async def test_drain_waits_until_the_engine_is_idle_and_sends_it_nothing_more(stage, control, params) -> None:
+    coordinator = stage.coordinator()
+    drained = await stage.engine("drained", step_seconds=None)
+    link, client = await stage.admin(), await stage.client()
+    running = client.add_request([1], params(3))
+    await drained.until(lambda: drained.jobs)
+    answer = control(link, H.DRAIN, engine="drained")
+    await stage.until(lambda: coordinator.engines.named("drained").draining)
+    waiting = client.add_request([2], params(3))
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    assert not answer.done()
+    for _ in range(3):
+        drained.step()
+    assert (await answer).engines["drained"].ok
+    await running
+    assert not waiting.done()
+    await stage.engine("other")
+    await waiting
+    assert len(drained.dispatches) == 1
+
+
+async def test_a_drain_that_takes_too_long_is_refused_and_names_what_runs(stage, control, params) -> None:
+    stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    link, client = await stage.admin(), await stage.client()
+    future = client.add_request([1], params(1))
+    await engine.until(lambda: engine.jobs)
+    with pytest.raises(ControlRefusedError, match=r"engine-0 \(1\)") as refused:
+        await control(link, H.DRAIN, timeout_seconds=0.2)
+    assert refused.value.code == ErrorCode.DEADLINE
+    engine.step()
+    await future
+
+
+async def test_after_a_drain_of_all_unpause_gives_work_again(stage, control, params) -> None:
+    stage.coordinator()
+    await stage.engine()
+    link, client = await stage.admin(), await stage.client()
+    await control(link, H.DRAIN)
+    future = client.add_request([1], params(3))
+    await asyncio.sleep(0.1)
+    assert not future.done()
+    await control(link, H.PAUSE)
+    await control(link, H.UNPAUSE)
+    assert (await future)["generated_tokens"] == echo_answer([1], 3)
+
+
+async def test_drain_of_an_unknown_engine_names_the_known(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine("engine-0")
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError, match="no engine 'engine-9' is registered; serving: engine-0"):
+        await control(link, H.DRAIN, engine="engine-9")
+
+
+async def test_a_leaving_engine_keeps_what_it_has_and_takes_no_part_in_verbs(stage, control, params) -> None:
+    stage.coordinator()
+    leaving = await stage.engine("leaving", step_seconds=None)
+    link, client = await stage.admin(), await stage.client()
+    future = client.add_request([1], params(1))
+    await leaving.until(lambda: leaving.jobs)
+    leaving.serving = False
+    leaving.say_hello()
+    await leaving.until(lambda: len(leaving.acks) == 2)
+    await stage.engine("other")
+    ack = await control(link, H.PAUSE)
+    assert list(ack.engines) == ["other"]
+    leaving.step()
+    assert (await future)["generated_tokens"] == echo_answer([1], 1)
+
+
+async def test_the_admin_port_wants_id_and_fence(stage, control) -> None:
+    coordinator = stage.coordinator()
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError, match="operation_id and fence are required"):
+        await link.control(H.PAUSE, operation_id="x")
+    assert coordinator.verbs.state is S.RUNNING
+
+
+async def test_the_client_port_takes_no_control_and_the_only_port_does(stage) -> None:
+    coordinator = stage.coordinator()
+    client = await stage.client()
+    with pytest.raises(ControlRefusedError) as refused:
+        await client.pause_engines()
+    assert refused.value.code == ErrorCode.WRONG_ROLE
+    assert coordinator.counters.rejected["wrong_role"] == 1
+
+    stage.coordinator(single_port=True)
+    engine = await stage.engine()
+    client = await stage.client()
+    assert (await client.pause_engines()).state == S.PAUSED
+    await client.suspend_engines()
+    await client.resume_engines()
+    await client.set_generation_epoch(5)
+    await client.unpause_engines()
+    await client.drain("engine-0")
+    assert (await client.status()).epoch == 5
+    await client.pause_engines()
+    assert (await client.stop_engines()).state == S.RUNNING
+    await engine.until(lambda: engine.state is EngineState.STOPPED)
