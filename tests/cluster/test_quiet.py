@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
+from megatron_operator.cluster.kinds import SERVICE, kind_of
 
 pytestmark = pytest.mark.cluster
 
@@ -83,7 +83,6 @@ async def test_somebody_elses_object_is_left_alone_and_named_in_the_status(
     assert [port["port"] for port in kept["spec"]["ports"]] == [1]
 
     await api.delete(SERVICE, namespace, "demo-coordinator", uid=kept["metadata"]["uid"])
-    await api.merge_patch(
-        RESOURCE, namespace, "demo", {"metadata": {"annotations": {"look": "again"}}}, manager="somebody"
-    )
-    await resource.settled("Running", seconds=90)
+    assert operator.stop() == 0
+    await operator.start()
+    await resource.settled("Running")

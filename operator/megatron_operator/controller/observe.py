@@ -29,7 +29,7 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, Refusal, ResourceView, World
-from megatron_operator.render.context import LABEL_INSTANCE
+from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.wire.security import KeyPair
 
 logger = logging.getLogger(__name__)
@@ -128,7 +128,8 @@ class Observer:
             self._link.point_to(None, None)
             return CoordinatorSnapshot(error="its Service does not exist yet")
         self._link.point_to(self._options.resolve(resource.name, resource.namespace, service.cluster_ip), keys)
-        return await self._link.refresh()
+        ready = any(pod.component == COORDINATOR and pod.ready and not pod.deleting for pod in self._cache.pods())
+        return await self._link.refresh(expected=ready)
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """The keys Secret: read by name until it is there and ours, then again at every resync only."""

@@ -61,6 +61,8 @@ class LinkTimings:
     """Without an answer to STATUS for so long the coordinator counts as lost and the socket is opened anew."""
     refresh_timeout: float = 1.0
     """Longest a pass waits for a fresh STATUS."""
+    first_contact: float = 3.0
+    """Since it was given an address, how long a pass waits for a connection that should come."""
     ack_margin: float = 5.0
     """Added to a signal's own deadline before it counts as unanswered."""
 
@@ -101,12 +103,14 @@ class CoordinatorLink:
         self._error = "no address yet"
         self._incarnation = 0
         self._coordinator = 0
+        self._pointed_at = 0.0
 
     def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
         """Connect there; does nothing when that is where it points already. None disconnects."""
         if (address, keys) == (self._address, self._keys):
             return
         self._address, self._keys = address, keys
+        self._pointed_at = self._clock()
         self._close_socket("no address yet" if address is None else f"connecting to {address}")
         if address is not None:
             self._open_socket()
@@ -130,13 +134,29 @@ class CoordinatorLink:
             return CoordinatorSnapshot(error=self._error)
         return snapshot_of(self._reply, refusals=self._refusals)
 
-    async def refresh(self) -> CoordinatorSnapshot:
-        """A snapshot not older than this call; unreachable when there is no answer in time."""
+    async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
+        """A snapshot not older than this call; unreachable when there is no answer in time.
+
+        expected: the coordinator should be there; a connection just begun is waited for, so that a coordinator is
+        not called unreachable only because this operator has just started.
+        """
+        if expected and not self._registered.is_set():
+            await self._first_contact()
         if not self._registered.is_set():
             return self.snapshot
         if not await self._ask(self._timings.refresh_timeout):
             return CoordinatorSnapshot(error=f"no answer from {self._address}")
         return self.snapshot
+
+    async def _first_contact(self) -> None:
+        left = self._pointed_at + self._timings.first_contact - self._clock()
+        if self._address is None or left <= 0:
+            return
+        try:
+            async with asyncio.timeout(left):
+                await self._registered.wait()
+        except TimeoutError:
+            return
 
     def awaits(self, operation_id: str) -> bool:
         """This signal was sent and its answer may still come."""

@@ -34,8 +34,12 @@ def decide(world: World) -> Decision:
         message=verdict.message,
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
-        requeue_after=None if verdict.requeue_after is None else max(0.0, verdict.requeue_after),
+        requeue_after=_soonest(verdict.requeue_after, scene.refusal_retry_in),
     )
+
+
+def _soonest(*times: float | None) -> float | None:
+    return min((max(0.0, time) for time in times if time is not None), default=None)
 
 
 def _once(actions: tuple[Action, ...]) -> tuple[Action, ...]:

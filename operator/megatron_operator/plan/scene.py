@@ -369,6 +369,12 @@ class Scene:
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
         return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
 
+    @cached_property
+    def refusal_retry_in(self) -> float | None:
+        """Seconds until the next refused child is offered again; None while none is refused."""
+        ages = [(self.world.now - refusal.at).total_seconds() for refusal in self.world.refusals.values()]
+        return min((REFUSAL_RETRY_SECONDS - age for age in ages if age < REFUSAL_RETRY_SECONDS), default=None)
+
 
 VERB_STATE: dict[SignalKind, ResourceState] = {
     SignalKind.PAUSE: ResourceState.PAUSING,

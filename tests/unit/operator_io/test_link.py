@@ -25,6 +25,7 @@ FAST = LinkTimings(
     status_interval_busy=0.05,
     answer_timeout=0.4,
     refresh_timeout=0.4,
+    first_contact=0.5,
 )
 PAUSE = Signal(kind=SignalKind.PAUSE, operation_id="op-1", fence=3, expected_engines=1)
 
@@ -179,6 +180,15 @@ async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_se
     assert link.signal(PAUSE)
     await link.refresh()
     assert [control.operation_id for control in admin_port.controls] == ["op-1", "op-1"]
+
+
+async def test_expected_coordinator_is_waited_for_but_not_for_long(make_link: Any, admin_port: Any) -> None:
+    link, _ = make_link(admin_port.address)
+    assert (await link.refresh(expected=True)).reachable
+
+    admin_port.mute = True
+    silent, _ = make_link(admin_port.address)
+    assert not (await silent.refresh(expected=True)).reachable
 
 
 async def test_curve_keys_open_the_port_and_wrong_ones_do_not(make_link: Any, make_admin_port: Any) -> None:
