@@ -12,7 +12,7 @@ import torch
 
 from megatron_runtime.engines.executor import StepPlan, StepResult
 from megatron_runtime.engines.step_layout import lay_out
-from megatron_runtime.layers.cpu import select_dtype
+from megatron_runtime.layers.cpu import default_threads, select_dtype
 from megatron_runtime.loading.checkpoint import open_checkpoint
 from megatron_runtime.loading.source import ModelSource
 from megatron_runtime.models.llama import LlamaModel
@@ -34,7 +34,7 @@ class TorchExecutor:
     kv_cache_memory: bytes of the KV cache. The operating system provides them as they are first written.
     max_sequence_length: prompt + generated tokens; None means what the model was made for.
     page_size:       tokens of a KV page.
-    threads:         threads of torch; None leaves torch's choice.
+    threads:         threads of torch; None means one for each processor, within the limit of the container.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -65,8 +65,7 @@ class TorchExecutor:
     def load(self) -> None:
         if self._loaded is not None:
             return
-        if self._threads is not None:
-            torch.set_num_threads(self._threads)
+        torch.set_num_threads(self._threads if self._threads is not None else default_threads())
         with torch.inference_mode():
             model = LlamaModel(self._config, load_llama_weights(open_checkpoint(self._source), self._dtype))
             self._loaded = _Loaded(model, self._make_cache())

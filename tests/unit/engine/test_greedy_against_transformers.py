@@ -1,0 +1,172 @@
+"""Greedy float32 output is that of transformers, token for token, however the engine batches, chunks and preempts."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
+from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.tokenization import load_tokenizer
+
+PROMPTS = [
+    "The capital of France is",
+    "Once upon a time, in a small village by the sea,",
+    "def fibonacci(n):\n    ",
+    "Water boils at",
+    "The three primary colours are",
+    "A",
+    "In 1969, the first people to walk on the",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "The mitochondria is the",
+    "To make bread, you need flour, water,",
+    "Photosynthesis is the process by which",
+    "Dear Sir or Madam,\n\n",
+    "The opposite of hot is cold. The opposite of up is",
+    "SELECT name FROM users WHERE",
+    "Here is a short poem about the rain:\n",
+    "The Pythagorean theorem says that",
+    "Q: How many legs does a spider have?\nA:",
+    "import numpy as np\n\n",
+    "Gravity is a force that " + "pulls everything that has mass towards everything else. " * 8,
+    "Translate to Spanish: good morning ->",
+]
+NEW_TOKENS = 64
+
+Generate = Callable[..., dict[int, list[int]]]
+MakeTiny = Callable[..., tuple[Path, LlamaForCausalLM]]
+
+
+@torch.inference_mode()
+def assert_greedy(reference: LlamaForCausalLM, prompt: Sequence[int], answer: Sequence[int]) -> None:
+    """By induction the same as generating: each token is the reference's choice after all tokens before it."""
+    logits = reference(torch.tensor([[*prompt, *answer[:-1]]])).logits[0, len(prompt) - 1 :]
+    assert logits.argmax(dim=-1).tolist() == list(answer)
+
+
+def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
+    random = np.random.default_rng(7)
+    return [random.integers(3, 320, length).tolist() for length in lengths]
+
+
+def test_builtin_model_in_a_batch_and_alone(
+    smollm: TorchExecutor, smollm_reference: LlamaForCausalLM, generate: Generate
+) -> None:
+    tokenizer = load_tokenizer("builtin:smollm2-135m")
+    prompts = [tokenizer.encode(text) for text in PROMPTS]
+    answers = generate(smollm, prompts, NEW_TOKENS, temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        assert len(answers[index]) == NEW_TOKENS
+        assert_greedy(smollm_reference, prompt, answers[index])
+    assert generate(smollm, prompts[:1], NEW_TOKENS, temperature=0.0)[0] == answers[0]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param({"tie_word_embeddings": True}, id="tied embeddings"),
+        pytest.param({"num_key_value_heads": 6}, id="one key-value head per query head"),
+        pytest.param({"num_key_value_heads": 1, "head_dim": 16}, id="one key-value head, wide"),
+        pytest.param(
+            {
+                "rope_parameters": {
+                    "rope_type": "llama3",
+                    "rope_theta": 500000.0,
+                    "factor": 4.0,
+                    "low_freq_factor": 1.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            id="scaled rotary frequencies",
+        ),
+    ],
+)
+def test_variants_of_the_architecture(make_tiny: MakeTiny, generate: Generate, config: dict[str, Any]) -> None:
+    directory, reference = make_tiny(**config)
+    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor.load()
+    prompts = random_prompts([1, 5, 40, 129])
+    answers = generate(executor, prompts, 24, temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        assert_greedy(reference, prompt, answers[index])
+
+
+@pytest.mark.parametrize(
+    ("pages", "config"),
+    [
+        pytest.param(400, {"max_tokens": 16, "max_requests": 8}, id="prompts in chunks beside running requests"),
+        pytest.param(60, {"max_tokens": 64, "max_requests": 8}, id="preemption and recomputation"),
+        pytest.param(400, {"max_tokens": 2048, "max_requests": 32}, id="lengths far apart in one batch"),
+    ],
+)
+def test_schedules(make_tiny: MakeTiny, generate: Generate, pages: int, config: dict[str, int]) -> None:
+    directory, reference = make_tiny()
+    page_bytes = 8 * 3 * 2 * 2 * 8 * 4
+    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=pages * page_bytes, page_size=8)
+    assert executor.num_pages == pages
+    executor.load()
+    prompts = random_prompts([1, 3, 8, 9, 17, 33, 70, 100, 2, 300, 301, 24])
+    answers = generate(executor, prompts, 30, config=InferenceConfig(**config), temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        assert_greedy(reference, prompt, answers[index])
+
+
+@torch.inference_mode()
+def test_bfloat16_strays_no_further_than_rounding(make_tiny: MakeTiny, generate: Generate) -> None:
+    """What it chooses is, in float32, within the rounding errors of transformers in bfloat16 of the best."""
+    directory, reference = make_tiny()
+    rounded = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
+    executor = TorchExecutor(resolve(str(directory)), dtype="bfloat16", kv_cache_memory=8 << 20)
+    executor.load()
+    prompts = random_prompts([4, 30, 65])
+    answers = generate(executor, prompts, 16, temperature=0.0)
+    for index, prompt in enumerate(prompts):
+        tokens = torch.tensor([[*prompt, *answers[index][:-1]]])
+        exact, near = (model(tokens).logits[0, len(prompt) - 1 :].float() for model in (reference, rounded))
+        chosen = exact.gather(1, torch.tensor(answers[index])[:, None])[:, 0]
+        assert (exact.max(dim=-1).values - chosen).max() <= 2 * (exact - near).abs().max()
+
+
+def test_a_seed_gives_the_same_answer_alone_and_among_others(make_tiny: MakeTiny, generate: Generate) -> None:
+    directory, _ = make_tiny()
+    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor.load()
+    prompts = random_prompts([12, 40, 3, 12])
+    sampling = {"temperature": [0.8, 0.0, 1.5, 1.0], "top_k": [0, 0, 20, 0], "top_p": [0.0, 0.0, 0.0, 0.9]}
+    seeds = [1, 2, 1 << 63, (1 << 64) - 1]
+    together = generate(executor, prompts, 24, seeds=seeds, **sampling)
+    for index, prompt in enumerate(prompts):
+        own = {name: values[index] for name, values in sampling.items()}
+        assert generate(executor, [prompt], 24, seeds=[seeds[index]], **own)[0] == together[index]
+    other = generate(executor, prompts, 24, seeds=[5, 5, 5, 5], **sampling)
+    assert [other[index] == together[index] for index in range(4)] == [False, True, False, False]
+
+
+def test_log_probs_are_those_of_transformers(make_tiny: MakeTiny) -> None:
+    directory, reference = make_tiny()
+    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor.load()
+    engine = DynamicInferenceEngine(executor, InferenceConfig())
+    prompt = random_prompts([20])[0]
+    params = SamplingParams(
+        temperature=0.7, top_k=40, num_tokens_to_generate=12, return_log_probs=True, termination_id=IGNORE_EOS
+    )
+    engine.add_request(EngineRequest(0, np.array(prompt, np.int32), np.empty(0, np.int32), params, 3))
+    tokens: list[int] = []
+    found: list[float] = []
+    while engine.has_work:
+        for output in engine.step():
+            tokens += output.new_tokens
+            found += output.new_log_probs or []
+    with torch.inference_mode():
+        logits = reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :]
+    expected = logits.log_softmax(dim=-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+    assert found == pytest.approx(expected.tolist(), abs=1e-4)
