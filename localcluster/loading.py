@@ -58,12 +58,14 @@ def load(image: Image, layout: Layout, steps: Steps) -> None:
         # From now on the image holds its snapshots, and they go when it goes.
         for snapshot in chain_ids(layer.digest for layer in image.layers):
             runtime.ctr(layout, "snapshots", "label", snapshot, f"{GC_ROOT}=")
+        runtime.remove_stale_ids(layout)
         step.note(f"{added} of {len(image.layers)} layers were new")
 
 
 def _link_layer(layer: Layer, snapshot: str, parent: str, layout: Layout) -> None:
     key = f"load-{snapshot}"
-    runtime.ctr(layout, "snapshots", "remove", key, check=False)  # what an interrupted load left
+    # What an interrupted load left.
+    runtime.ctr(layout, "snapshots", "remove", key, check=False)
     runtime.ctr(layout, "snapshots", "prepare", key, *([parent] if parent else []))
     target = writable_folder(runtime.ctr(layout, "snapshots", "mounts", "/", key).stdout)
     run(copy_command(layer.folder, target, same_device=os.stat(layer.folder).st_dev == os.stat(target).st_dev))

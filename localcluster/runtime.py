@@ -35,6 +35,23 @@ def image_digest(layout: Layout, reference: str) -> str | None:
     return next((line.split()[2] for line in table if line.split()[0] == reference), None)
 
 
+def stale_ids(table: str) -> list[str]:
+    """Names of the form `sha256:…` in the text of `ctr images list` whose image has no other name any more.
+
+    The kubelet's side of containerd makes such a name at an image's first import and keeps it when the tag moves on,
+    which would hold the old layers for ever. Containers that run hold their own layers.
+    """
+    rows = [line.split() for line in table.splitlines()[1:]]
+    named = {row[2] for row in rows if not row[0].startswith("sha256:")}
+    return [row[0] for row in rows if row[0].startswith("sha256:") and row[2] not in named]
+
+
+def remove_stale_ids(layout: Layout) -> None:
+    stale = stale_ids(ctr(layout, "images", "list").stdout)
+    if stale:
+        ctr(layout, "images", "remove", *stale, check=False)
+
+
 def snapshots(layout: Layout) -> set[str]:
     """Names of the committed snapshots."""
     rows = (line.split() for line in ctr(layout, "snapshots", "list").stdout.splitlines()[1:])

@@ -27,6 +27,21 @@ _NO_GRACE = frozenset(
     }
 )
 
+# Places that no option of the kubelet, containerd or the CNI library moves.
+DEVICE_PLUGINS = Path("/var/lib/kubelet/device-plugins")
+SHIM_SOCKETS = Path("/run/containerd/s")
+CNI_RESULTS = Path("/var/lib/cni/results")
+CONTAINER_LOGS = Path("/var/log/containers")
+_STRAY_FOLDERS = (
+    DEVICE_PLUGINS,
+    DEVICE_PLUGINS.parent,
+    SHIM_SOCKETS,
+    SHIM_SOCKETS.parent,
+    CNI_RESULTS,
+    CNI_RESULTS.parent,
+    CONTAINER_LOGS,
+)
+
 
 def down(name: str, layout: Layout, steps: Steps, *, purge: bool) -> None:
     """Ends the cluster's processes and removes what it holds on the machine and on disk."""
@@ -87,13 +102,22 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
 
 def _remove_strays(footprint: Footprint, layout: Layout) -> None:
     """Files that containerd, the CNI library and the kubelet put at fixed places outside the state folder."""
-    for address in layout.containerd_state.glob("io.containerd.runtime.v2.task/*/*/address"):
-        Path(address.read_text().removeprefix("unix://")).unlink(missing_ok=True)
-    for result in Path("/var/lib/cni/results").glob(f"{footprint.cni_network}-*"):
+    listening = Path("/proc/net/unix").read_text()
+    for socket in SHIM_SOCKETS.glob("*"):
+        if str(socket) not in listening:
+            socket.unlink(missing_ok=True)
+    for result in CNI_RESULTS.glob(f"{footprint.cni_network}-*-eth0"):
+        sandbox = result.name.removeprefix(f"{footprint.cni_network}-").removesuffix("-eth0")
+        (CNI_RESULTS / f"cni-loopback-{sandbox}-lo").unlink(missing_ok=True)
         result.unlink(missing_ok=True)
-    for link in Path("/var/log/containers").glob("*.log"):
+    for link in CONTAINER_LOGS.glob("*.log"):
         if link.is_symlink() and os.readlink(link).startswith(f"{layout.state}/"):
             link.unlink(missing_ok=True)
+    for name in ("kubelet.sock", "kubelet_internal_checkpoint"):
+        (DEVICE_PLUGINS / name).unlink(missing_ok=True)
+    for folder in _STRAY_FOLDERS:
+        if folder.is_dir() and not any(folder.iterdir()):
+            folder.rmdir()
 
 
 def _remove_state(layout: Layout, *, purge: bool) -> None:

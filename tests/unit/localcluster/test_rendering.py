@@ -1,0 +1,125 @@
+"""Configuration files say what the programs need, and settings survive being written down."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+from localcluster import cgroups, components, mounts, pki, render
+from localcluster import settings as config
+from localcluster.errors import ClusterError
+from localcluster.settings import Layout, Options, Settings
+
+LAYOUT = Layout(Path("/repo/build/cluster"))
+PORTS = {name: 20000 + index for index, name in enumerate(config.PORT_NAMES)}
+SETTINGS = Settings("cluster", False, PORTS)
+POOR = render.Machine(may_lower_oom_score=False, cni_folder=Path("/usr/lib/cni"))
+RICH = render.Machine(may_lower_oom_score=True, cni_folder=Path("/opt/cni/bin"))
+
+
+def test_containerd_keeps_everything_private() -> None:
+    rendered = tomllib.loads(render.containerd(LAYOUT, POOR))
+    places = [rendered["root"], rendered["state"], rendered["grpc"]["address"]]
+    assert all(place.startswith("/repo/build/cluster/") for place in places)
+    cri = rendered["plugins"]["io.containerd.grpc.v1.cri"]
+    assert cri["netns_mounts_under_state_dir"] is True
+    assert cri["cni"]["bin_dir"] == "/usr/lib/cni"
+    assert cri["containerd"]["runtimes"]["runc"]["options"]["Root"].startswith("/repo/build/cluster/")
+
+
+@pytest.mark.parametrize(("machine", "restricted", "score"), [(POOR, True, 0), (RICH, False, -999)])
+def test_oom_scores_follow_the_capability(machine: render.Machine, restricted: bool, score: int) -> None:
+    cri = tomllib.loads(render.containerd(LAYOUT, machine))["plugins"]["io.containerd.grpc.v1.cri"]
+    assert cri["restrict_oom_score_adj"] is restricted
+    assert yaml.safe_load(render.kubelet(SETTINGS, LAYOUT, machine))["oomScoreAdj"] == score
+
+
+def test_kubelet_never_evicts_and_has_its_own_cgroup() -> None:
+    rendered = yaml.safe_load(render.kubelet(SETTINGS, LAYOUT, POOR))
+    assert set(rendered["evictionHard"].values()) == {"0%"}
+    assert rendered["cgroupRoot"] == "/megatron-cluster"
+    assert rendered["clusterDNS"] == [rendered["address"]] == ["10.88.0.1"]
+    assert rendered["authentication"]["anonymous"] == {"enabled": False}
+
+
+def test_pods_get_addresses_from_the_bridge_network() -> None:
+    rendered = json.loads(render.cni(SETTINGS, LAYOUT))
+    bridge = rendered["plugins"][0]
+    assert bridge["bridge"] == SETTINGS.bridge
+    assert bridge["ipam"]["ranges"] == [[{"subnet": "10.88.0.0/16", "gateway": "10.88.0.1"}]]
+    assert bridge["ipam"]["dataDir"].startswith("/repo/build/cluster/")
+
+
+def test_interface_names_fit_the_kernel() -> None:
+    assert len(Settings("a" * 30, False, PORTS).bridge) <= 15
+    assert Settings("a", False, PORTS).bridge != Settings("b", False, PORTS).bridge
+
+
+def test_the_api_server_is_named_by_every_way_to_reach_it() -> None:
+    names = next(i for i in pki.identities(SETTINGS) if i.name == "apiserver").alternative_names
+    assert {"IP:127.0.0.1", "IP:10.88.0.1", "IP:10.96.0.1", "DNS:kubernetes.default.svc"} <= set(names)
+
+
+def test_a_control_plane_alone_listens_on_loopback() -> None:
+    alone = Settings("x", True, PORTS)
+    assert "--bind-address=127.0.0.1" in components.apiserver(alone, LAYOUT, Path("/bin")).argv
+    assert "--bind-address=0.0.0.0" in components.apiserver(SETTINGS, LAYOUT, Path("/bin")).argv
+
+
+def test_settings_survive_writing_and_a_torn_file_reads_as_none(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    assert config.load(layout) is None
+    config.save(SETTINGS, layout)
+    assert config.load(layout) == SETTINGS
+    layout.settings.write_text('{"name": "clu')
+    assert config.load(layout) is None
+    layout.settings.write_text('{"name": "x", "control_plane_only": true, "ports": {"apiserver": 1}}')
+    assert config.load(layout) is None
+
+
+def test_contradictions_name_the_option() -> None:
+    assert config.contradictions(SETTINGS, Options(), control_plane_only=False) == []
+    found = config.contradictions(SETTINGS, Options(api_port=1, pod_subnet="10.88.0.0/16"), control_plane_only=True)
+    assert found == ["--api-port is 20000, not 1", "--control-plane-only is False, not True"]
+
+
+@pytest.mark.parametrize("name", ["", "Upper", "-x", "x-", "a/b", "a" * 31])
+def test_a_bad_name_is_refused(name: str) -> None:
+    with pytest.raises(ClusterError, match="lower-case letters"):
+        config.layout_for(name)
+
+
+def test_a_place_too_deep_for_sockets_is_refused() -> None:
+    with pytest.raises(ClusterError, match="shorter --root"):
+        config.layout_for("x", root=Path("/" + "d" * 80))
+
+
+@pytest.mark.parametrize("value", ["nonsense", "10.0.0.0/28", "fd00::/64", "10.0.0.1/16"])
+def test_a_bad_subnet_is_refused(value: str) -> None:
+    with pytest.raises(ClusterError, match="--pod-subnet"):
+        config.check_subnet("--pod-subnet", value)
+
+
+def test_mounts_below_a_folder_are_found_latest_first() -> None:
+    lines = [
+        "/",
+        "/repo/build/cluster/a",
+        "/repo/build/cluster/a/b",
+        "/repo/build/cluster-two/c",
+        r"/repo/build/cluster/x\040y",
+    ]
+    mountinfo = "\n".join(f"1 2 0:1 / {point} rw - ext4 /dev/x rw" for point in lines)
+    assert mounts.mounts_below(mountinfo, LAYOUT.state) == [
+        "/repo/build/cluster/x y",
+        "/repo/build/cluster/a/b",
+        "/repo/build/cluster/a",
+    ]
+
+
+def test_both_cgroup_versions_are_found() -> None:
+    text = "cgroup /sys/fs/cgroup/cpu cgroup rw 0 0\nx /sys/fs/cgroup/unified cgroup2 rw 0 0\ntmpfs /tmp tmpfs rw 0 0\n"
+    assert cgroups.mount_points(text) == [Path("/sys/fs/cgroup/cpu"), Path("/sys/fs/cgroup/unified")]
