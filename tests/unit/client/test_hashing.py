@@ -1,0 +1,79 @@
+"""Block hashes: both forms against values worked out from their definitions, and what they are for."""
+
+import hashlib
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_runtime.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
+
+TOKENS = st.lists(st.integers(0, 2**62), max_size=40)
+
+
+def wrap(value: int) -> int:
+    """As a signed 64-bit integer."""
+    return (value + 2**63) % 2**64 - 2**63
+
+
+def polynomial(tokens: list[int], size: int) -> list[int]:
+    hashes, parent = [], 0
+    for start in range(0, len(tokens) - size + 1, size):
+        total = 0
+        for position in range(size):
+            weight = wrap(HASH_BASE**position) % HASH_PRIME
+            total = wrap(total + wrap(tokens[start + position] * weight))
+        parent = (parent * HASH_BASE + total % HASH_PRIME) % HASH_PRIME + 1
+        hashes.append(parent)
+    return hashes
+
+
+def sha256(tokens: list[int], size: int, seed: bytes = bytes(32)) -> list[int]:
+    hashes, digest = [], seed
+    for start in range(0, len(tokens) - size + 1, size):
+        block = b"".join(token.to_bytes(8, "little", signed=True) for token in tokens[start : start + size])
+        digest = hashlib.sha256(digest + block).digest()
+        hashes.append(int.from_bytes(digest[:8], "little") % (2**63 - 1) + 1)
+    return hashes
+
+
+def test_vectors() -> None:
+    """What a second implementation has to reproduce: 1 + 2*31 + 3*31**2 + 4*31**3 + 1 is 122111."""
+    tokens = list(range(1, 9))
+    assert block_hashes(tokens, 4, form=HashForm.POLYNOMIAL) == [122_111, 4_030_688]
+    assert block_hashes(tokens, 4) == [2_169_646_968_702_219_264, 1_548_982_756_790_257_953]
+
+
+@given(TOKENS, st.integers(1, 20))
+def test_both_forms_are_what_their_definition_says(tokens, size) -> None:
+    assert block_hashes(tokens, size, form=HashForm.POLYNOMIAL) == polynomial(tokens, size)
+    assert block_hashes(tokens, size) == sha256(tokens, size)
+
+
+@given(TOKENS, st.integers(1, 20), st.sampled_from(HashForm))
+def test_one_positive_hash_for_each_complete_block(tokens, size, form) -> None:
+    hashes = block_hashes(tokens, size, form=form)
+    assert len(hashes) == len(tokens) // size
+    assert all(0 < value < 2**63 for value in hashes)
+
+
+@pytest.mark.parametrize("form", HashForm)
+def test_a_hash_covers_all_blocks_before_it(form) -> None:
+    tokens = list(range(32))
+    changed = [99, *tokens[1:]]
+    original = block_hashes(tokens, 8, form=form)
+    assert all(a != b for a, b in zip(original, block_hashes(changed, 8, form=form), strict=True))
+    assert block_hashes([*tokens[:31], 5], 8, form=form)[:3] == original[:3]
+
+
+def test_a_salt_separates_tenants() -> None:
+    tokens = list(range(16))
+    assert block_hashes(tokens, 8, salt=b"a") == sha256(tokens, 8, hashlib.sha256(b"a").digest())
+    assert not set(block_hashes(tokens, 8, salt=b"a")) & set(block_hashes(tokens, 8, salt=b"b"))
+    with pytest.raises(ValueError, match="takes no salt"):
+        block_hashes(tokens, 8, salt=b"a", form=HashForm.POLYNOMIAL)
+
+
+def test_a_block_size_below_one_is_refused() -> None:
+    with pytest.raises(ValueError, match="block_size 0"):
+        block_hashes([1], 0)

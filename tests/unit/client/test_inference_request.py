@@ -1,0 +1,217 @@
+"""Requests, events and records: what survives the wire, checkpoints and merges."""
+
+import msgpack
+import pytest
+import torch
+
+from megatron_runtime.hashing import HASH_PRIME, HashForm, block_hashes
+from megatron_runtime.inference_request import (
+    DynamicInferenceEvent,
+    DynamicInferenceEventType,
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    InferenceRequest,
+    Status,
+    compute_block_hashes_batched,
+    deserialize_tensor,
+    serialize_tensor,
+)
+from megatron_runtime.request_events import RequestError
+from megatron_runtime.sampling_params import SamplingParams
+
+
+def over_the_wire(value):
+    return msgpack.unpackb(msgpack.packb(value, use_bin_type=True), raw=False, strict_map_key=False)
+
+
+@pytest.fixture
+def request_factory():
+    def make(**values) -> DynamicInferenceRequest:
+        defaults = {
+            "request_id": 5,
+            "prompt": "hello",
+            "prompt_tokens": torch.tensor([1, 2, 3]),
+            "sampling_params": SamplingParams(num_tokens_to_generate=10),
+            "status": Status.ACTIVE_AND_GENERATING_TOKENS,
+        }
+        return DynamicInferenceRequest(**{**defaults, **values})
+
+    return make
+
+
+class TestHashes:
+    def test_default_is_the_documented_polynomial(self) -> None:
+        tokens = torch.arange(20)
+        hashes = compute_block_hashes_batched(tokens, 8)
+        assert hashes == block_hashes(list(range(20)), 8, form=HashForm.POLYNOMIAL)
+        assert all(1 <= value <= HASH_PRIME for value in hashes)
+
+    def test_computed_only_where_wanted(self, request_factory) -> None:
+        on = {"enable_prefix_caching": True, "block_size_tokens": 2}
+        assert request_factory().precomputed_block_hashes == []
+        assert request_factory(enable_prefix_caching=True).precomputed_block_hashes == []
+        assert request_factory(**on).precomputed_block_hashes == block_hashes([1, 2, 3], 2)
+        assert request_factory(**on, precomputed_block_hashes=[9]).precomputed_block_hashes == [9]
+
+    def test_merge_keeps_and_checkpoint_recomputes(self, request_factory) -> None:
+        request = request_factory(enable_prefix_caching=True, block_size_tokens=2, precomputed_block_hashes=[9])
+        request.generated_tokens = [4]
+        record = DynamicInferenceRequestRecord.from_request(request)
+        assert record.merge().precomputed_block_hashes == [9]
+        record.checkpoint()
+        assert record[1].precomputed_block_hashes == block_hashes([1, 2, 3, 4], 2)
+
+
+class TestSerialization:
+    @pytest.mark.parametrize("trip", [lambda value: value, over_the_wire], ids=["before msgpack", "after msgpack"])
+    def test_round_trip(self, request_factory, trip) -> None:
+        request = request_factory(
+            sampling_params=SamplingParams(return_prompt_tokens=True),
+            prompt_tokens=torch.tensor([2**62, 1]),
+            generated_log_probs=torch.tensor([-0.5, -1.0]),
+            policy_epoch=[[0, 3]],
+        )
+        request.sampling_params.add_attributes({"custom": "kept"})
+        request.add_event_add_engine()
+        request.add_event_generated_token(7, blocks_total=4)
+        request.add_event_error_nontransient(RequestError("MaxSequenceLengthOverflowError", "too long", request_id=5))
+        request.generated_tokens = [2**62]
+        copy = DynamicInferenceRequest.deserialize(trip(request.serialize()))
+        assert copy.uid == request.uid
+        assert copy.uid.startswith("chatcmpl-")
+        assert copy.status is Status.ACTIVE_AND_GENERATING_TOKENS
+        assert copy.prompt_tokens.tolist() == [2**62, 1]
+        assert copy.generated_tokens == [2**62]
+        assert copy.generated_log_probs.tolist() == [-0.5, -1.0]
+        assert copy.policy_epoch == [[0, 3]]
+        assert copy.sampling_params.custom == "kept"
+        assert [str(event) for event in copy.events] == [str(event) for event in request.events]
+        assert [event.timestamp for event in copy.events] == [event.timestamp for event in request.events]
+        assert copy.event_add_engine is None
+        assert copy.failed()
+
+    def test_the_prompts_tokens_travel_only_when_asked_for(self, request_factory) -> None:
+        request = request_factory()
+        obj = request.serialize()
+        assert obj["prompt_tokens"] is None
+        assert obj["prompt_length"] == 3
+        assert "event_add_engine" not in obj
+        assert request.prompt_tokens.tolist() == [1, 2, 3]
+        assert DynamicInferenceRequest.deserialize(over_the_wire(obj)).prompt_length == 3
+        request.sampling_params.return_prompt_tokens = True
+        assert request.serialize()["prompt_tokens"] == ("tensor", [1, 2, 3])
+
+    def test_nothing_but_an_id_is_enough(self) -> None:
+        copy = DynamicInferenceRequest.deserialize(over_the_wire(DynamicInferenceRequest(request_id=1).serialize()))
+        assert (copy.prompt, copy.status, copy.sampling_params) == (None, None, None)
+
+    def test_routing_indices_have_a_row_for_each_token_but_the_last(self, request_factory) -> None:
+        request = request_factory(routing_indices=torch.zeros(50, 2))
+        request.generated_tokens = [4, 5]
+        assert len(DynamicInferenceRequest.deserialize(request.serialize()).routing_indices) == 4
+
+    def test_tensors_as_lists(self) -> None:
+        tensor = torch.tensor([[1, 2], [3, 4]])
+        assert torch.equal(deserialize_tensor(serialize_tensor(tensor)), tensor)
+
+
+class TestParameters:
+    def test_the_former_name_warns_and_is_the_same_object(self) -> None:
+        params = SamplingParams()
+        with pytest.warns(DeprecationWarning, match="renamed"):
+            request = InferenceRequest(request_id=1, prompt="x", inference_parameters=params)
+        assert request.sampling_params is params
+
+    def test_tracked_metadata_settles_the_termination_id(self, request_factory) -> None:
+        request = request_factory()
+        values = request.tracked_metadata
+        names = [name for name, _, _ in request.get_metadata_types()]
+        assert dict(zip(names, values, strict=True))["termination_id"] == -1
+        assert request.sampling_params.termination_id == -1
+        assert all(isinstance(dtype, torch.dtype) for _, dtype, _ in request.get_metadata_types())
+
+
+class TestEvents:
+    def test_there_are_nine_types(self) -> None:
+        assert len(DynamicInferenceEventType) == 9
+
+    @pytest.mark.parametrize("kind", DynamicInferenceEventType)
+    def test_payloads_are_checked(self, kind) -> None:
+        wrong = None if kind.name.startswith(("GENERATED", "ERROR")) else {"token_id": 1}
+        with pytest.raises(AssertionError, match=kind.name):
+            DynamicInferenceEvent(kind, payload=wrong)
+
+    def test_text_names_type_token_and_error(self, request_factory) -> None:
+        request = request_factory()
+        request.add_event_generated_token(42)
+        request.add_event_error_transient(KeyError("x"))
+        assert "GENERATED_TOKEN, token=42" in str(request.events[0])
+        assert str(request.events[1]).endswith("ERROR_TRANSIENT, KeyError")
+        assert request.succeeded()
+
+    def test_ttft_runs_from_the_queue_to_the_first_token(self, request_factory) -> None:
+        request = request_factory()
+        request.add_event_add_engine()
+        request.event_add_engine.timestamp -= 2
+        request.add_event_generated_token(1)
+        request.add_event_generated_token(2)
+        assert 2 <= request.ttft < 3
+
+
+class TestRecord:
+    @pytest.fixture
+    def record(self, request_factory) -> DynamicInferenceRequestRecord:
+        request = request_factory(generated_text="ab", generated_log_probs=[-1.0], tpot=[0.1])
+        request.add_event_add_engine()
+        request.generated_tokens = [4, 5]
+        record = DynamicInferenceRequestRecord.from_request(request)
+        record.checkpoint()
+        record[1].generated_tokens = [6]
+        record[1].generated_text = "c"
+        record[1].generated_log_probs = [-2.0]
+        record[1].add_event_evict()
+        record[1].status = Status.COMPLETED
+        record[1].policy_epoch = [[0, 1]]
+        record.latency = 1.5
+        return record
+
+    def test_a_checkpoint_continues_with_the_budget_that_is_left(self, record) -> None:
+        record.checkpoint()
+        assert record[2].prompt_tokens.tolist() == [1, 2, 3, 4, 5, 6]
+        assert record[2].sampling_params.num_tokens_to_generate == 7
+        assert record[0].sampling_params.num_tokens_to_generate == 10
+        assert record[2].event_add_engine is record[0].event_add_engine
+        assert record[2].uid == record[0].uid
+        assert record[2].kv_cache_epoch is None
+
+    def test_a_checkpoint_makes_the_missing_event(self, request_factory) -> None:
+        record = DynamicInferenceRequestRecord.from_request(request_factory())
+        record.checkpoint()
+        assert record[1].event_add_engine is record[0].event_add_engine is not None
+
+    def test_merge_tells_one_story(self, record) -> None:
+        merged = record.merge()
+        assert merged.generated_tokens == [4, 5, 6]
+        assert merged.generated_text == "abc"
+        assert merged.generated_log_probs == [-1.0, -2.0]
+        assert merged.prompt == "hello"
+        assert merged.prompt_tokens.tolist() == [1, 2, 3]
+        assert (merged.status, merged.policy_epoch, merged.latency) == (Status.COMPLETED, [[0, 1]], 1.5)
+        assert [event.type.name for event in merged.events] == ["ADD_ENGINE", "EVICT"]
+        assert (merged.request_id, merged.uid) == (record.request_id, record[0].uid)
+
+    def test_one_missing_text_makes_the_whole_missing(self, record) -> None:
+        record[1].generated_text = None
+        assert record.merge().generated_text is None
+
+    def test_round_trip(self, record) -> None:
+        copy = DynamicInferenceRequestRecord.deserialize(over_the_wire(record.serialize()))
+        assert copy.merge().generated_tokens == [4, 5, 6]
+        assert copy.latency == 1.5
+
+    def test_staleness_counts_steps_since_each_token(self, record) -> None:
+        record.increment_staleness()
+        record[1].generated_tokens.append(7)
+        record.increment_staleness(policy_only=True)
+        assert record[1].policy_staleness.tolist() == [2] * 6 + [1]
+        assert record[1].kv_cache_staleness.tolist() == [1] * 6
