@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from operator_process import OperatorProcess
 from played_node import PlayedNode
 
@@ -19,9 +20,15 @@ from localcluster import LocalCluster
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
+from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES
 from megatron_operator.model.crd import custom_resource_definition
 
 NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
+ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
+ROLE = Kind("Role", "rbac.authorization.k8s.io", "v1", "roles")
+BINDING = Kind("RoleBinding", "rbac.authorization.k8s.io", "v1", "rolebindings")
+CLUSTER_ROLE = Kind("ClusterRole", "rbac.authorization.k8s.io", "v1", "clusterroles")
+CLUSTER_BINDING = Kind("ClusterRoleBinding", "rbac.authorization.k8s.io", "v1", "clusterrolebindings")
 CRD = Kind("CustomResourceDefinition", "apiextensions.k8s.io", "v1", "customresourcedefinitions")
 
 
@@ -82,19 +89,55 @@ async def node(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[Pl
 
 
 @pytest.fixture
+async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespace: str, tmp_path: Path) -> Path:
+    """A login that may do what the chart's namespaced Role allows, and nothing else."""
+    meta = {"name": "megatron-operator", "namespace": namespace}
+    subject = {"kind": "ServiceAccount", **meta}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "megatron-operator"}
+    await api.create(ACCOUNT, {"metadata": meta}, manager="test")
+    await api.create(ROLE, {"metadata": meta, "rules": [*RESOURCE_RULES, *HOME_RULES]}, manager="test")
+    await api.create(BINDING, {"metadata": meta, "roleRef": role, "subjects": [subject]}, manager="test")
+    answer = await api.request(
+        "POST", ACCOUNT.path(namespace, "megatron-operator", subresource="token"), body={"spec": {}}
+    )
+    config = yaml.safe_load(control_plane.kubeconfig.read_text())
+    config["users"] = [{"name": "operator", "user": {"token": answer["status"]["token"]}}]
+    config["contexts"][0]["context"]["user"] = "operator"
+    path = tmp_path / "operator-kubeconfig"
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+@pytest.fixture
+async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) -> AsyncIterator[None]:
+    """The operator's account may also do what the chart's ClusterRole allows."""
+    meta = {"name": f"megatron-operator-{namespace}", "namespace": ""}
+    role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": meta["name"]}
+    subject = {"kind": "ServiceAccount", "name": "megatron-operator", "namespace": namespace}
+    rules = [*RESOURCE_RULES, *CLUSTER_RULES]
+    await api.request("POST", CLUSTER_ROLE.path(None), body={"metadata": meta, "rules": rules})
+    binding = {"metadata": meta, "roleRef": role, "subjects": [subject]}
+    await api.request("POST", CLUSTER_BINDING.path(None), body=binding)
+    yield
+    await api.request("DELETE", CLUSTER_BINDING.path(None, meta["name"]))
+    await api.request("DELETE", CLUSTER_ROLE.path(None, meta["name"]))
+
+
+@pytest.fixture
 def make_operator(
-    control_plane: LocalCluster, namespace: str, node: PlayedNode, tmp_path: Path
+    operator_kubeconfig: Path, namespace: str, node: PlayedNode, tmp_path: Path
 ) -> Iterator[Callable[..., OperatorProcess]]:
     made: list[OperatorProcess] = []
 
-    def make(*arguments: str, pod: str = "operator-0") -> OperatorProcess:
+    def make(*arguments: str, pod: str = "operator-0", everywhere: bool = False) -> OperatorProcess:
         process = OperatorProcess(
-            kubeconfig=control_plane.kubeconfig,
+            kubeconfig=operator_kubeconfig,
             namespace=namespace,
             coordinator_port=node.ports.admin,
             log=tmp_path / f"operator-{len(made)}.log",
             arguments=arguments,
             pod=pod,
+            everywhere=everywhere,
         )
         made.append(process)
         return process

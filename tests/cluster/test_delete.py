@@ -62,8 +62,8 @@ async def test_crd_goes_with_its_resources_and_comes_back(
         while await resource.children():
             await asyncio.sleep(0.2)
 
+    await operator.reaches("waiting for the CRD")
     reinstall_crd()
-    if not operator.running:
-        await operator.start()
+    await operator.reaches("leading")
     await resource.create()
-    await resource.settled("Running", seconds=60)
+    await resource.settled("Running")

@@ -72,3 +72,16 @@ async def test_scale_up_and_down_and_to_nothing(resource: Any, operator: Any, no
     await resource.settled("Suspended")
     assert (await resource.children())["StatefulSet demo-engine-0"]["spec"]["replicas"] == 0
     assert "Deployment demo-coordinator" in await resource.children()
+
+
+async def test_operator_of_all_namespaces_with_the_cluster_role_alone(
+    resource: Any, make_operator: Any, cluster_wide: None, node: Any
+) -> None:
+    operator = make_operator(everywhere=True)
+    await operator.start()
+    await resource.create()
+    await resource.settled("Running")
+    await resource.patch(desiredState="Paused")
+    await resource.settled("Paused")
+    assert "forbidden" not in operator.log.read_text().lower().replace("namespaceterminating", "")
+    assert operator.stop() == 0

@@ -26,6 +26,7 @@ class OperatorProcess:
         log: Path,
         arguments: tuple[str, ...] = (),
         pod: str = "operator-0",
+        everywhere: bool = False,
     ) -> None:
         """`pod`: whose Lease it is; a restart of the same pod takes it over at once."""
         self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
@@ -35,7 +36,7 @@ class OperatorProcess:
         self._command = [
             *(sys.executable, "-m", "megatron_operator.cli", "run"),
             *("--kubeconfig", str(kubeconfig)),
-            *("--namespace", namespace),
+            *(() if everywhere else ("--namespace", namespace)),
             *("--operator-namespace", namespace),
             *("--coordinator-address", f"127.0.0.1:{coordinator_port}"),
             *("--lease-seconds", "10"),

@@ -26,6 +26,7 @@ Object = dict[str, Any]
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Longest any request may take; the margin of the lease counts on it."""
 LIST_CHUNK = 500
+NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
 class ApiError(Exception):
@@ -49,7 +50,12 @@ class ApiError(Exception):
     @property
     def permanent(self) -> bool:
         """Repeating the very same request cannot help."""
-        return self.code in (400, 403, 404, 405, 409, 413, 415, 422)
+        return self.code in (400, 403, 404, 405, 409, 413, 415, 422) and not self.namespace_ends
+
+    @property
+    def namespace_ends(self) -> bool:
+        """Nothing can be created because the namespace is being deleted; the object goes with it."""
+        return self.reason == NAMESPACE_TERMINATING
 
 
 class KubeApi:
@@ -174,6 +180,8 @@ class KubeApi:
 def _translate(error: ApiException) -> ApiError:
     try:
         status = json.loads(error.body or "")
-        return ApiError(error.status or 0, status.get("reason", error.reason or ""), status.get("message", ""))
+        causes = {cause.get("reason") for cause in (status.get("details") or {}).get("causes") or ()}
+        reason = NAMESPACE_TERMINATING if NAMESPACE_TERMINATING in causes else status.get("reason", error.reason or "")
+        return ApiError(error.status or 0, reason, status.get("message", ""))
     except (ValueError, AttributeError):
         return ApiError(error.status or 0, error.reason or "Error", str(error.body or "")[:500])

@@ -31,7 +31,7 @@ class Recorder:
         except ApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
                 await self._count_again(body)
-            else:
+            elif not error.namespace_ends:
                 logger.warning("event not written", extra={"reason": event.reason, "error": str(error)})
 
     async def _count_again(self, body: Object) -> None:

@@ -1,6 +1,6 @@
 """The operator process: log in, become the leader, watch, run the tasks; end when told to or when leadership is lost.
 
-Exit codes: 0 told to stop, 1 leadership lost or kopf ended by itself. Whoever starts the process starts it again.
+Exit codes: 0 told to stop, 1 leadership lost. Whoever starts the process starts it again.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from megatron_runtime.wire.security import KeyPair
 logger = logging.getLogger(__name__)
 
 CRD_RETRY_SECONDS = 2.0
+RESTART_SECONDS = 1.0
 
 
 class OperatorStartError(RuntimeError):
@@ -74,9 +75,7 @@ class OperatorProcess:
         )
 
     async def run(self) -> int:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._stop.set)
+        self._handle_signals()
         options = self._options
         probes = Probes(
             heartbeat=self._heartbeat,
@@ -92,6 +91,12 @@ class OperatorProcess:
                 return await self._run_with(api, configuration)
         finally:
             await probes.stop()
+
+    def _handle_signals(self) -> None:
+        """kopf puts handlers of its own in their place while it runs."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._stop.set)
 
     async def _run_with(self, api: KubeApi, configuration: Configuration) -> int:
         options = self._options
@@ -122,7 +127,6 @@ class OperatorProcess:
         self, api: KubeApi, configuration: Configuration, elector: Elector, hold: asyncio.Task[None]
     ) -> int:
         options = self._options
-        self._phase = "waiting for the CRD"
         if not await self._unless_stopped(self._await_crd(api)):
             return 0
         writer = Writer(api, guard=elector.check, count=self._metrics.count_write)
@@ -130,25 +134,53 @@ class OperatorProcess:
         if options.settings.security:
             admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        supervisor = self._supervisor = Supervisor(
-            lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, context, admin)
-        )
-        self._phase = "listing"
-        watching = asyncio.create_task(self._watch(configuration, supervisor), name="kopf")
         try:
-            await asyncio.wait({watching, hold, supervisor.failed}, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (supervisor.failed, hold, watching):
-                if ended.done():
-                    await ended
-            return 0 if self._stop.is_set() else 1
+            while True:
+                supervisor = self._supervisor = Supervisor(
+                    lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, context, admin)
+                )
+                error = await self._serve(configuration, supervisor, hold)
+                if error is None:
+                    return 0
+                # kopf gives up when a watched kind vanishes under it (the CRD was deleted), and starts well again.
+                logger.warning("watches ended; starting over", extra={"error": str(error)})
+                self._handle_signals()
+                await asyncio.sleep(RESTART_SECONDS)
+                if not await self._unless_stopped(self._await_crd(api)):
+                    return 0
         finally:
-            self._stop.set()
-            await asyncio.gather(watching, return_exceptions=True)
-            await supervisor.stop()
             context.destroy(linger=0)
 
-    async def _watch(self, configuration: Configuration, supervisor: Supervisor) -> None:
-        """kopf, until the stop event is set or a signal arrives."""
+    async def _serve(
+        self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]
+    ) -> Exception | None:
+        """Watch and run tasks until told to stop (None), or until the watches end by themselves (why).
+
+        Raises:
+            LeadershipLostError: this process must end.
+        """
+        self._phase = "listing"
+        told = asyncio.Event()
+        watching = asyncio.create_task(self._watch(configuration, supervisor, told), name="kopf")
+        stopping = asyncio.create_task(self._stop.wait())
+        try:
+            anything: set[asyncio.Future[Any]] = {watching, hold, supervisor.failed, stopping}
+            await asyncio.wait(anything, return_when=asyncio.FIRST_COMPLETED)
+            for ended in (supervisor.failed, hold):
+                if ended.done():
+                    await ended
+            if not watching.done() or watching.exception() is None:
+                return None
+            error = watching.exception()
+            return error if isinstance(error, Exception) else RuntimeError(repr(error))
+        finally:
+            told.set()
+            stopping.cancel()
+            await asyncio.gather(watching, stopping, return_exceptions=True)
+            await supervisor.stop()
+
+    async def _watch(self, configuration: Configuration, supervisor: Supervisor, told: asyncio.Event) -> None:
+        """kopf, until it is told to stop or a signal arrives."""
         namespaces = self._options.namespaces
         registry = build_registry(
             login=lambda: kopf_connection(configuration),
@@ -161,7 +193,7 @@ class OperatorProcess:
         async def cleanup(**_: Any) -> None:
             # kopf counts every task made since its start as one of its own and would wait for them; its own waiter
             # for the stop flag is among them.
-            self._stop.set()
+            told.set()
             await supervisor.stop()
 
         await kopf.operator(
@@ -170,9 +202,8 @@ class OperatorProcess:
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
-            stop_flag=self._stop,
+            stop_flag=told,
         )
-        self._stop.set()
 
     def _started(self, index: Index) -> None:
         self._index = index
@@ -226,6 +257,7 @@ class OperatorProcess:
 
     async def _await_crd(self, api: KubeApi) -> None:
         """kopf serves only what it finds at its start when it may not watch CRDs, so find it first."""
+        self._phase = "waiting for the CRD"
         namespace = self._options.namespaces[0] if self._options.namespaces else None
         said = False
         while True:

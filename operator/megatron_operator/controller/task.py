@@ -172,7 +172,9 @@ class ResourceTask:
 
     def _log_failure(self, error: Exception, pause: float) -> None:
         fields = {"resource": "/".join(self.key), "error": str(error), "retry_seconds": pause}
-        if isinstance(error, ApiError):
+        if isinstance(error, ApiError) and error.namespace_ends:
+            logger.info("namespace is being deleted; waiting for the end", extra=fields)
+        elif isinstance(error, ApiError):
             logger.warning("pass failed", extra=fields)
         else:
             logger.exception("pass failed", extra=fields)

@@ -52,7 +52,7 @@ class LinkTimings:
     """Seconds."""
 
     hello_retry: float = 0.25
-    hello_retry_max: float = 2.0
+    hello_retry_max: float = 0.5
     status_interval: float = 5.0
     """Between STATUS questions while nothing is under way."""
     status_interval_busy: float = 0.5
@@ -104,6 +104,7 @@ class CoordinatorLink:
         self._incarnation = 0
         self._coordinator = 0
         self._pointed_at = 0.0
+        self._expected = False
 
     def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
         """Connect there; does nothing when that is where it points already. None disconnects."""
@@ -138,9 +139,15 @@ class CoordinatorLink:
         """A snapshot not older than this call; unreachable when there is no answer in time.
 
         expected: the coordinator should be there; a connection just begun is waited for, so that a coordinator is
-        not called unreachable only because this operator has just started.
+        not called unreachable only because it, or this operator, has just started.
         """
+        came_up, self._expected = expected and not self._expected, expected
         if expected and not self._registered.is_set():
+            if came_up and self._address is not None:
+                # A fresh socket connects at once; the old one may be waiting out its reconnection interval.
+                self._close_socket(f"connecting to {self._address}")
+                self._open_socket()
+                self._pointed_at = self._clock()
             await self._first_contact()
         if not self._registered.is_set():
             return self.snapshot
