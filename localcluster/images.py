@@ -71,7 +71,10 @@ def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY
         wanted = inputs_digest(repository, base.reference)
         built = False
         for target in targets:
-            with steps.step(f"image {target}", expect="the first time: up to 5 minutes on 2 cores") as step:
+            first = store.find(TARGETS[target]) is None
+            with steps.step(
+                f"image {target}", expect="the first time up to 5 minutes on 2 cores" if first else ""
+            ) as step:
                 if _stamp(target, wanted) == _last_stamp(target):
                     step.note("unchanged")
                 else:
@@ -81,14 +84,6 @@ def build(targets: Sequence[str], steps: Steps, *, repository: Path = REPOSITORY
         if built:
             run(store.buildah("rmi", "--prune"), check=False)
     return [_found(TARGETS[target]) for target in targets]
-
-
-def remove_all() -> None:
-    """Removes the image store, the base and the build's caches."""
-    if store.root().exists():
-        unmount_below(store.root())
-        shutil.rmtree(store.root())
-    shutil.rmtree(_scratch(), ignore_errors=True)
 
 
 def _build(target: str, repository: Path, base: str, step: Step) -> None:
