@@ -24,6 +24,7 @@ from megatron_runtime.wire.messages import (
     Heartbeat,
     Hello,
     HelloAck,
+    MalformedMessageError,
     Partial,
     PartialEntry,
     decode,
@@ -152,7 +153,12 @@ class ScriptedEngine:
     def _dispatch(self, dispatch: Dispatch) -> None:
         self.dispatches.append(dispatch)
         generated = tokens_from_bytes(dispatch.generated).tolist()
-        budget = unpack(dispatch.params)["num_tokens_to_generate"]
+        try:
+            budget = unpack(dispatch.params)["num_tokens_to_generate"]
+        except (MalformedMessageError, KeyError, TypeError) as error:
+            refusal = {"status": "FAILED", "finish_reason": "error", "error": {"code": 400, "message": str(error)}}
+            self.send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(refusal)))
+            return
         prompt = tokens_from_bytes(dispatch.prompt).tolist()
         self.jobs[dispatch.dispatch_id] = Job(dispatch, prompt, generated, budget, len(generated))
         self._schedule()

@@ -43,7 +43,7 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes) -> Any:
     try:
         return msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, msgpack.UnpackException, RecursionError) as error:
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError) as error:
         raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack: {error}") from error
 
 

@@ -19,6 +19,7 @@ from megatron_runtime.wire.messages import (
     pack,
     tokens_from_bytes,
     tokens_to_bytes,
+    unpack,
 )
 from megatron_runtime.wire.vectors import VECTORS
 
@@ -110,3 +111,8 @@ def test_truncated_and_mutated_messages_are_read_or_refused(name: str, data: st.
         frame = frame[: data.draw(st.integers(0, len(frame)))]
     with contextlib.suppress(MalformedMessageError):
         decode([*frames[:at], bytes(frame), *frames[at + 1 :]])
+
+
+def test_a_map_with_keys_that_cannot_be_keys_is_malformed() -> None:
+    with pytest.raises(MalformedMessageError, match="not msgpack"):
+        unpack(b"\x81\x90\x01")
