@@ -252,7 +252,13 @@ class Coordinator:
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
         prompt = message.prompt
         if message.meta.text:
-            prompt = tokens_to_bytes(self._tokenize(prompt.decode("utf-8", "replace")))
+            try:
+                prompt = tokens_to_bytes(self._tokenize(prompt.decode("utf-8", "replace")))
+            except MalformedMessageError as error:
+                self.counters.refused += 1
+                refusal = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
+                self.clients.send(client, refusal.to_frames(), answers=message.uid)
+                return
         self._admit(client, message.uid, message, prompt=prompt)
 
     def _admit(
@@ -282,7 +288,7 @@ class Coordinator:
             self.clients.send(client, plain.failed_reply(plain_id, ErrorCode.UNAVAILABLE, text))
             return
         error = Error(code=ErrorCode.UNAVAILABLE, message=text, uid=uid, retry_after_seconds=RETRY_AFTER_SECONDS)
-        self.clients.send(client, error.to_frames())
+        self.clients.send(client, error.to_frames(), answers=uid)
 
     def _tokenize(self, text: str) -> list[int]:
         if self._tokenizer is None:
@@ -365,7 +371,8 @@ class Coordinator:
 
     def _engine_heartbeat(self, engine: Engine, message: Heartbeat, _: Frames) -> None:
         engine.busy_until = self._now() + message.busy_for if message.busy_for > 0 else 0.0
-        if isinstance(message.state, EngineState):
+        # A passing state was sent on the way to a commit that is out already, or is decided here.
+        if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
         if engine.suspect:
             engine.suspect = False

@@ -1,0 +1,192 @@
+"""Clients and engines that speak the plain protocol only."""
+
+import asyncio
+
+import pytest
+import zmq
+
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.wire.messages import pack, unpack
+
+PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}
+
+
+class PlainPeer:
+    """A DEALER that keeps what it hears."""
+
+    def __init__(self, address: str, *, identity: bytes | None = None) -> None:
+        self.context = zmq.Context()
+        dealer = self.context.socket(zmq.DEALER)
+        if identity is not None:
+            dealer.setsockopt(zmq.IDENTITY, identity)
+        dealer.connect(address)
+        self.heard: asyncio.Queue[list] = asyncio.Queue()
+        self.socket = EventSocket(dealer, lambda frames: self.heard.put_nowait(unpack(frames[0])))
+        self.socket.start()
+
+    def say(self, *items) -> None:
+        self.socket.send([pack(list(items)) if items else b""])
+
+    async def hear(self) -> list:
+        return await asyncio.wait_for(self.heard.get(), 10)
+
+    def close(self) -> None:
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def plain(stage):
+    def connect(role: Role, **options) -> PlainPeer:
+        peer = PlainPeer(stage.address(role), **options)
+        stage.closers.append(peer.close)
+        return peer
+
+    return connect
+
+
+@pytest.fixture
+async def client(stage, plain) -> PlainPeer:
+    stage.coordinator(single_port=True)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    assert await client.hear() == [Header.CONNECT_ACK]
+    return client
+
+
+def answer_as_engine(message: list, *, tokens: list[int]) -> list:
+    return [Header.ENGINE_REPLY, [{"request_id": message[1], "generated_tokens": tokens, "status": "COMPLETED"}]]
+
+
+async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> None:
+    await stage.engine()
+    client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
+    header, number, reply = await client.hear()
+    assert (header, number) == (Header.ENGINE_REPLY, 0)
+    assert reply["generated_tokens"] == echo_answer([1, 2], 4)
+    assert reply["status"] == "COMPLETED"
+
+
+async def test_a_plain_client_gets_partials_and_may_leave_the_last_field_out(stage, client) -> None:
+    engine = await stage.engine(step_seconds=None)
+    client.say(Header.SUBMIT_REQUEST, 7, [1], {**PARAMS, "streaming": True})
+    await engine.until(lambda: engine.jobs)
+    tokens = []
+    for _ in range(4):
+        engine.step()
+        header, number, frame = await client.hear()
+        assert (header, number, frame["request_id"]) == (Header.ENGINE_REPLY_PARTIAL, 7, 7)
+        tokens += frame["new_tokens"]
+    assert (await client.hear())[2]["generated_tokens"] == tokens == echo_answer([1], 4)
+
+
+async def test_a_client_of_ours_is_served_by_a_plain_engine(stage, plain, params, collect) -> None:
+    stage.coordinator(single_port=True)
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    client = await stage.client()
+    stream = client.add_request_streaming([1, 2], params(3))
+    message = await engine.hear()
+    assert (message[0], message[2], message[3]["num_tokens_to_generate"]) == (Header.SUBMIT_REQUEST, [1, 2], 3)
+    engine.say(Header.ENGINE_REPLY_PARTIAL, [{"request_id": message[1], "new_tokens": [5, 6]}])
+    engine.say(*answer_as_engine(message, tokens=[5, 6, 7]))
+    tokens, final = await collect(stream)
+    assert tokens == [5, 6]
+    assert final["generated_tokens"] == [5, 6, 7]
+    assert (await client.status()).engines[0].name == "mp-coord-0"
+
+
+async def test_a_plain_engine_continues_a_request_as_a_longer_prompt(stage, plain, params, collect) -> None:
+    stage.coordinator(single_port=True)
+    first = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1], params(5))
+    await first.until(lambda: first.jobs)
+    first.step()
+    first.step()
+    for _ in range(2):
+        await anext(stream)
+    second = plain(Role.ENGINE)
+    second.say()
+    first.leave()
+    message = await second.hear()
+    expected = echo_answer([1], 5)
+    assert message[2] == [1, *expected[:2]]
+    assert message[3]["num_tokens_to_generate"] == 3
+    second.say(*answer_as_engine(message, tokens=expected[2:]))
+    _, final = await collect(stream)
+    assert final["generated_tokens"] == expected
+    assert final["generated_length"] == 5
+
+
+async def test_a_plain_client_aborts_by_its_own_number(stage, client) -> None:
+    engine = await stage.engine(step_seconds=None)
+    client.say(Header.SUBMIT_REQUEST, 3, [1], PARAMS, None)
+    await engine.until(lambda: engine.jobs)
+    client.say(Header.ABORT_REQUEST, 99)
+    client.say(Header.ABORT_REQUEST, 3)
+    await engine.until(lambda: engine.aborted)
+
+
+async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, client, plain) -> None:
+    ours = await stage.engine()
+    theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
+    theirs.say()
+    coordinator = stage.coordinators[-1]
+    await stage.until(lambda: len(coordinator.engines) == 2)
+    client.say(Header.UNPAUSE)  # not legal now: reaches no engine
+    client.say(Header.PAUSE)
+    assert await theirs.hear() == [Header.PAUSE]
+    await stage.until(lambda: coordinator.verbs.state == "PAUSED")
+    client.say(Header.SET_GENERATION_EPOCH, 9)
+    assert await theirs.hear() == [Header.SET_GENERATION_EPOCH, 9]
+    await ours.until(lambda: ours.epoch == 9)
+    client.say(Header.UNPAUSE)
+    assert await theirs.hear() == [Header.UNPAUSE]
+    assert ours.acted == {Header.PAUSE: 1, Header.SET_GENERATION_EPOCH: 1, Header.UNPAUSE: 1}
+    assert client.heard.empty()
+
+
+async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> None:
+    for number, items in enumerate(([[1], "params"], [[-1], PARAMS], ["text", PARAMS], [[1], PARAMS, {"image": 1}])):
+        client.say(Header.SUBMIT_REQUEST, number, *items)
+        header, answered, reply = await client.hear()
+        assert (header, answered, reply["status"]) == (Header.ENGINE_REPLY, number, "FAILED")
+        assert reply["error"]["code"] == 400
+
+
+async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -> None:
+    coordinator = stage.coordinator(single_port=True)
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    await stage.until(lambda: len(coordinator.engines) == 1)
+    engine.say(Header.DISCONNECT)
+    await stage.until(lambda: len(coordinator.engines) == 0)
+    engine.say()
+    client = await stage.client()
+    future = client.add_request([1], params(1))
+    engine.say(*answer_as_engine(await engine.hear(), tokens=[9]))
+    assert (await future)["generated_tokens"] == [9]
+
+
+async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, params) -> None:
+    coordinator = stage.coordinator(single_port=True)
+    engine = plain(Role.ENGINE)
+    engine.say()
+    client = await stage.client()
+    future = client.add_request([1], params(1))
+    message = await engine.hear()
+    for broken in ("x", [1], [{"no": "id"}], [{"request_id": message[1], "generated_tokens": ["a"]}]):
+        engine.say(Header.ENGINE_REPLY, broken)
+    await stage.until(lambda: coordinator.counters.rejected["malformed"] == 4)
+    engine.say(*answer_as_engine([0, 12345], tokens=[1]))
+    engine.say(*answer_as_engine(message, tokens=[9]))
+    assert (await future)["generated_tokens"] == [9]
+    assert coordinator.counters.stale == 1
+
+
+async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, client) -> None:
+    client.say(Header.SHUTDOWN)
+    await asyncio.wait_for(stage.coordinators[-1].ended.wait(), 10)
