@@ -188,10 +188,9 @@ class Walkthrough:
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=engine"
             pods = self.kube.json("pods", "-l", selector)["items"]
             check(not pods, f"{len(pods)} engine pods are left")
-            status = httpx.post(
-                f"{chat.url}/v1/chat/completions", json={"model": "x", "messages": QUESTION}, timeout=30
-            )
-            say(f"HTTP {status.status_code}")
+            status = chat.status_of(QUESTION)
+            check(status == 503, f"a request to a stopped model got HTTP {status}")
+            say(f"HTTP {status}")
         with self._said("patch desiredState: Running; it answers again") as say:
             self._patch("Running", seconds=180)
             self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=120)

@@ -55,3 +55,6 @@ TRANSITIONS: dict[Header, Transition] = {
     Header.STOP: Transition(frozenset({_C.PAUSED, _C.SUSPENDED}), _E.STOPPED, _E.STOPPING, _C.RUNNING),
 }
 """Signals by header. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
+
+PASSING_STATES = frozenset(transition.passing for transition in TRANSITIONS.values())
+"""States an engine is in between its acknowledgement and the commit."""
