@@ -56,7 +56,7 @@ class LinkTimings:
     status_interval: float = 5.0
     """Between STATUS questions while nothing is under way."""
     status_interval_busy: float = 0.5
-    """While a signal is unanswered."""
+    """While a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
     """Without an answer to STATUS for so long the coordinator counts as lost and the socket is opened anew."""
     refresh_timeout: float = 1.0
@@ -96,6 +96,7 @@ class CoordinatorLink:
         self._answered = asyncio.Event()
         self._asked = 0
         self._answers = 0
+        self._expects_change = False
         self._nudge = asyncio.Event()
         self._reply: StatusReply | None = None
         self._in_flight: dict[str, _InFlight] = {}
@@ -222,6 +223,12 @@ class CoordinatorLink:
             self._socket = None
         self._forget_registration(error)
 
+    def expect_change(self, expected: bool) -> None:
+        """Ask often while the resource waits for something that its coordinator will be the first to know."""
+        if expected and not self._expects_change:
+            self._nudge.set()
+        self._expects_change = expected
+
     def _forget_registration(self, error: str) -> None:
         """What was in flight is no longer awaited here: sent again, the same operation id joins or gets its answer."""
         was = self._registered.is_set()
@@ -263,7 +270,8 @@ class CoordinatorLink:
             return
         self._drop_overdue()
         self._nudge.clear()
-        pause = self._timings.status_interval_busy if self._in_flight else self._timings.status_interval
+        busy = self._in_flight or self._expects_change
+        pause = self._timings.status_interval_busy if busy else self._timings.status_interval
         try:
             async with asyncio.timeout(pause):
                 await self._nudge.wait()
