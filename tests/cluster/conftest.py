@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 import yaml
+from eventually import eventually
 from operator_process import OperatorProcess
 from played_node import PlayedNode
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
 from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES
@@ -74,10 +75,8 @@ async def namespace(api: KubeApi, crd: None) -> AsyncIterator[str]:
     name = f"t-{secrets.token_hex(4)}"
     await api.request("POST", NAMESPACE.path(None), body={"metadata": {"name": name}})
     yield name
-    try:
+    if await api.get(NAMESPACE, None, name) is not None:
         await api.request("DELETE", NAMESPACE.path(None, name))
-    except ApiError as error:
-        assert error.not_found, error
 
 
 @pytest.fixture
@@ -224,9 +223,11 @@ class Resource:
 
     async def until_gone(self, *, seconds: float = 45) -> None:
         """The resource and every child."""
-        async with asyncio.timeout(seconds):
-            while await self.get() is not None or await self.children():
-                await asyncio.sleep(0.2)
+
+        async def gone() -> bool:
+            return await self.get() is None and not await self.children()
+
+        await eventually(gone, seconds=seconds, what="resource and children are gone")
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:

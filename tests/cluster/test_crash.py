@@ -82,3 +82,17 @@ async def test_second_operator_stands_by_then_takes_over_with_a_higher_fence(
     assert [line["fence"] for line in first.lines("signal sent")] == [1]
     assert [line["fence"] for line in second.lines("signal sent")] == [2]
     assert (await ask_coordinator(api, namespace, node.ports.admin)).fence == 2
+
+
+async def test_lost_admin_key_is_said_in_the_status(
+    resource: Any, operator: Any, node: Any, api: Any, namespace: str
+) -> None:
+    await resource.create()
+    await resource.settled("Running")
+    assert operator.stop() == 0
+    admin = await api.get(SECRET, namespace, "megatron-operator-admin")
+    await api.delete(SECRET, namespace, "megatron-operator-admin", uid=admin["metadata"]["uid"])
+
+    await operator.start()
+    status = await resource.until(lambda status: "restore Secret megatron-operator-admin" in str(status))
+    assert next(entry for entry in status["conditions"] if entry["type"] == "CoordinatorReady")["status"] != "True"

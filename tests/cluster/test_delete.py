@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import pytest
+from eventually import eventually
 
 from megatron_operator.cluster.kinds import RESOURCE, Kind
 
@@ -17,9 +17,10 @@ CRD_NAME = f"{RESOURCE.plural}.{RESOURCE.group}"
 
 
 async def gone(api: Any, kind: Kind, name: str, *, seconds: float = 60) -> None:
-    async with asyncio.timeout(seconds):
-        while await api.get(kind, None, name) is not None:
-            await asyncio.sleep(0.2)
+    async def absent() -> bool:
+        return await api.get(kind, None, name) is None
+
+    await eventually(absent, seconds=seconds, what=f"{kind.kind} {name} is gone")
 
 
 async def test_resource_and_children_go_and_the_same_name_starts_anew(resource: Any, operator: Any, node: Any) -> None:
@@ -58,9 +59,7 @@ async def test_crd_goes_with_its_resources_and_comes_back(
     await resource.settled("Running")
     await api.request("DELETE", CRD.path(None, CRD_NAME))
     await gone(api, CRD, CRD_NAME)
-    async with asyncio.timeout(45):
-        while await resource.children():
-            await asyncio.sleep(0.2)
+    await resource.until_gone()
 
     await operator.reaches("waiting for the CRD")
     reinstall_crd()

@@ -28,8 +28,7 @@ async def test_settled_resource_costs_no_write_nor_does_a_restart_change_anythin
     before, children = await operator.writes(), versions(await resource.children())
     passes = await operator.passes()
 
-    while await operator.passes() < passes + 4:
-        await asyncio.sleep(0.1)
+    await operator.passed(passes + 4)
     assert await operator.writes() == before
     assert versions(await resource.children()) == children
 
@@ -38,8 +37,7 @@ async def test_settled_resource_costs_no_write_nor_does_a_restart_change_anythin
     await operator.start()
     await operator.logs("decision", policy="settled")
     passes = await operator.passes()
-    while await operator.passes() < passes + 2:
-        await asyncio.sleep(0.1)
+    await operator.passed(passes + 2)
     assert versions(await resource.children()) == children
     assert (await resource.get())["metadata"]["resourceVersion"] == version
 

@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from eventually import eventually
 from played_node import free_port
 
 
@@ -46,16 +47,22 @@ class OperatorProcess:
 
     async def start(self, *, phase: str = "leading") -> None:
         """Start, and wait until it leads and watches, or until it is in another phase."""
-        with self.log.open("ab") as log:
-            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+        self._process = self._spawn()
         await self.reaches(phase)
+
+    def _spawn(self) -> subprocess.Popen[bytes]:
+        with self.log.open("ab") as log:
+            return subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
 
     async def reaches(self, phase: str, *, seconds: float = 45) -> None:
         assert self._process is not None
-        async with asyncio.timeout(seconds):
-            while await self._phase() != phase:
-                assert self._process.poll() is None, f"the operator ended:\n{self.log.read_text()[-3000:]}"
-                await asyncio.sleep(0.1)
+        process = self._process
+
+        async def reached() -> bool:
+            assert process.poll() is None, f"the operator ended:\n{self.log.read_text()[-3000:]}"
+            return await self._phase() == phase
+
+        await eventually(reached, seconds=seconds, what=f"the operator is {phase}")
 
     async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
         """The first log line with this message and these fields."""
@@ -98,6 +105,14 @@ class OperatorProcess:
         page = await self._get("/metrics")
         lines = [line for line in page.splitlines() if line.startswith("megatron_operator_reconcile_passes_total{")]
         return int(sum(float(line.rsplit(" ", 1)[1]) for line in lines))
+
+    async def passed(self, count: int) -> None:
+        """Wait until there were so many passes."""
+
+        async def enough() -> bool:
+            return await self.passes() >= count
+
+        await eventually(enough, seconds=60, what=f"{count} passes")
 
     def lines(self, message: str) -> list[dict[str, Any]]:
         """Log lines with this message."""

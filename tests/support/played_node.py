@@ -1,8 +1,9 @@
 """A node played by the test: pods of a control plane without kubelet become real processes with an echo engine.
 
 A coordinator pod is a real coordinator on loopback, an engine pod a real engine process whose executor echoes, with
-the keys of the real Secret; a server pod is only marked ready. A pod is Ready when its process says so, and its process
-ends when the pod is gone. Command lines are those of the rendered containers, with addresses, ports and paths put right.
+the keys of the real Secret; a server pod is only marked ready. A pod is Ready when its process says so, and its
+process ends when the pod is gone. Command lines are those of the rendered containers, with
+addresses, ports and paths put right.
 """
 
 from __future__ import annotations
@@ -111,14 +112,14 @@ class PlayedNode:
         if component in (COORDINATOR, ENGINE):
             spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == component)
             arguments = self._localize(spec["args"], health_port, await self._keys(_label(pod, LABEL_INSTANCE)))
-            with (self._folder / f"{name}.log").open("ab") as log:
-                process = subprocess.Popen(
-                    [sys.executable, "-m", "megatron_runtime.cli", *arguments],
-                    stdout=log,
-                    stderr=log,
-                    env={**os.environ, "MEGATRON_PARENT_PID": str(os.getpid())},
-                )
+            process = self._spawn(name, arguments)
         return Container(name, pod["metadata"]["uid"], component, _label(pod, LABEL_ENGINE), process, health_port)
+
+    def _spawn(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", "megatron_runtime.cli", *arguments]
+        environment = {**os.environ, "MEGATRON_PARENT_PID": str(os.getpid())}
+        with (self._folder / f"{name}.log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
 
     def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
         ports = self.ports

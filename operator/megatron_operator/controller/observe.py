@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.keys import admin_peer_keys
+from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys
 from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, SECRET, SERVICE, kind_of
 from megatron_operator.cluster.projection import (
     SeenChild,
@@ -122,7 +122,11 @@ class Observer:
             if secret is None:
                 self._link.point_to(None, None)
                 return CoordinatorSnapshot(error="its keys do not exist yet")
-            keys = admin_peer_keys(secret, self._options.admin)
+            try:
+                keys = admin_peer_keys(secret, self._options.admin)
+            except KeyFormatError as error:
+                self._link.point_to(None, None)
+                return CoordinatorSnapshot(error=str(error))
         service = self._cache.child(ChildRef(SERVICE.kind, f"{resource.name}-coordinator", SERVICE.api_version))
         if service is None or service.owner_uid != resource.uid:
             self._link.point_to(None, None)
