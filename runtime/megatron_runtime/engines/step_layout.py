@@ -14,8 +14,9 @@ import torch
 from megatron_runtime.engines.executor import StepPlan
 from megatron_runtime.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 
-MAX_PADDED_TOKENS = 256
-"""A decode group is split where padding would cost more than the operations of another group."""
+MAX_PADDED_TOKENS = 128
+"""A decode group is split where padding costs more than another group's operations: measured with a 135M model in
+float32, one thread, both cost the same between 64 and 256 padded tokens."""
 
 Int64 = npt.NDArray[np.int64]
 
