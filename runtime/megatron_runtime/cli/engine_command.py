@@ -16,6 +16,14 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option(
     "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
 )
+@click.option(
+    "--format",
+    "model_format",
+    type=click.Choice(["Auto", "GGUF", "SafeTensors"]),
+    default="Auto",
+    show_default=True,
+    help="Refuse a model of another format.",
+)
 @click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch", show_default=True)
 @click.option(
     "--dtype",
@@ -31,6 +39,10 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option(
     "--block-size-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of a block hash."
 )
+@click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
+@click.option(
+    "--prefix-caching/--no-prefix-caching", default=True, help="Accepted; this engine keeps no prefix cache yet."
+)
 @click.option("--revision", default="", help="What this engine was rendered from; shown in the status.")
 @click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
@@ -38,7 +50,7 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @log_level
 @readable_errors
-def command(*, keys_dir: Path | None, **options: Any) -> None:
+def command(*, keys_dir: Path | None, prefix_caching: bool, **options: Any) -> None:
     """Run one data-parallel engine until SIGTERM."""
     from megatron_runtime.engines import worker
     from megatron_runtime.engines.settings import EngineSettings

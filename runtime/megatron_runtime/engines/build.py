@@ -40,6 +40,7 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
         max_requests=settings.max_requests,
         max_tokens=max(settings.max_tokens, settings.max_requests),
         max_sequence_length=settings.max_sequence_length,
+        enable_chunked_prefill=settings.chunked_prefill,
     )
     if settings.executor == "echo":
         return LoadedEngine(DynamicInferenceEngine(_echo(settings), config), lambda: None)
@@ -60,10 +61,16 @@ def _torch(settings: EngineSettings) -> Executor:
     # coordinator, the server and other engines of the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.engines.torch_executor import TorchExecutor
-    from megatron_runtime.loading.source import resolve
+    from megatron_runtime.loading.source import GGUFSource, resolve
 
+    source = resolve(settings.model)
+    found = "GGUF" if isinstance(source, GGUFSource) else "SafeTensors"
+    if settings.model_format not in ("Auto", found):
+        raise ValueError(
+            f"model {settings.model!r} is {found}, format says {settings.model_format}: use Auto or {found}"
+        )
     return TorchExecutor(
-        resolve(settings.model),
+        source,
         dtype=settings.dtype,
         kv_cache_memory=settings.kv_cache_memory,
         max_sequence_length=settings.max_sequence_length,

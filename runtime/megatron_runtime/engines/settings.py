@@ -14,11 +14,13 @@ class EngineSettings:
     coordinator:       address of the coordinator's engine port, "tcp://host:port".
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", a GGUF file, or a directory with safetensors.
+    model_format:      "Auto", or the only format that is accepted: "GGUF" or "SafeTensors".
     executor:          "torch" runs the model; "echo" answers from a hash of the tokens, for tests of everything else.
     dtype:             "auto", "float32" or "bfloat16".
     max_sequence_length: prompt + generated tokens of one request; None means what the model was made for.
     max_requests:      requests generated at once.
     max_tokens:        most tokens of one step.
+    chunked_prefill:   spread prompts longer than max_tokens over several steps.
     kv_cache_memory:   bytes of the KV cache.
     block_size_tokens: granularity of block hashes, in tokens.
     revision:          hash of what this engine was rendered from; shown in the status.
@@ -32,11 +34,13 @@ class EngineSettings:
     coordinator: str
     name: str
     model: str = "builtin:smollm2-135m"
+    model_format: Literal["Auto", "GGUF", "SafeTensors"] = "Auto"
     executor: Literal["torch", "echo"] = "torch"
     dtype: str = "auto"
     max_sequence_length: int | None = None
     max_requests: int = 64
     max_tokens: int = 2048
+    chunked_prefill: bool = True
     kv_cache_memory: int = 1 << 30
     block_size_tokens: int = 256
     revision: str = ""
