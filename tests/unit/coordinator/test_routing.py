@@ -1,0 +1,145 @@
+"""Which engine a request goes to: pure decisions, then the same over sockets."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy
+
+BLOCK = 4
+PROMPT = list(range(16))
+
+
+@pytest.fixture
+def engines():
+    def make(count: int, *, max_requests: int = 10) -> list[Engine]:
+        return [Engine(f"engine-{n}", (1, bytes([n])), n, n, 0.0, max_requests=max_requests) for n in range(count)]
+
+    return make
+
+
+def load(engine: Engine, requests: int) -> None:
+    engine.in_flight = {number: object() for number in range(requests)}
+
+
+def router(policy=RoutingPolicy.LONGEST_PREFIX, **options) -> Router:
+    return Router(policy, block_size_tokens=BLOCK, **options)
+
+
+def test_without_prefixes_the_fewest_in_flight_and_the_lowest_index_win(engines) -> None:
+    pool = engines(3)
+    load(pool[0], 2)
+    choose = router(RoutingPolicy.LOAD_BALANCED)
+    assert choose.hashes_of(PROMPT) == []
+    assert choose.select(pool, []) is pool[1]
+    load(pool[1], 1)
+    assert choose.select(pool, []) is pool[2]
+
+
+def test_in_turn(engines) -> None:
+    pool = engines(3)
+    choose = router(RoutingPolicy.ROUND_ROBIN)
+    assert [choose.select(pool, []).index for _ in range(5)] == [0, 1, 2, 0, 1]
+    assert choose.select([pool[0], pool[1]], []) is pool[0]
+
+
+def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
+    pool = engines(3)
+    choose = router()
+    choose.assigned(pool[1], choose.hashes_of(PROMPT[:8]), request="a")
+    choose.assigned(pool[2], choose.hashes_of(PROMPT[:4]), request="b")
+    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
+
+
+def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:
+    pool = engines(3)
+    choose = router(RoutingPolicy.FIRST_PREFIX_BLOCK)
+    choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
+    choose.assigned(pool[2], choose.hashes_of([*PROMPT[:4], 99, 99, 99, 99]), request="b")
+    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[2]
+
+
+def test_alpha_weighs_the_prefix_against_the_load(engines) -> None:
+    pool = engines(2)
+    load(pool[1], 9)
+    for alpha, expected in ((1.0, 1), (0.0, 0), (0.2, 0), (0.6, 1)):
+        choose = router(alpha=alpha)
+        choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
+        assert choose.select(pool, choose.hashes_of(PROMPT)).index == expected
+
+
+def test_a_hit_on_a_full_engine_ties_with_an_idle_one_and_recency_picks_the_hit(engines) -> None:
+    pool = engines(2)
+    load(pool[1], 10)
+    choose = router(alpha=0.5)
+    choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
+    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
+
+
+def test_six_identical_prompts_spread_over_three_warm_engines(engines) -> None:
+    pool = engines(3)
+    choose = router()
+    hashes = choose.hashes_of(PROMPT)
+    for engine in pool:
+        choose.assigned(engine, hashes, request="warm")
+    counts = Counter()
+    for number in range(6):
+        engine = choose.select(pool, hashes)
+        engine.in_flight[number] = object()
+        choose.assigned(engine, hashes, request=str(number))
+        counts[engine.name] += 1
+    assert set(counts.values()) == {2}
+
+
+def test_what_an_engine_had_is_forgotten_with_it_and_the_table_is_bounded(engines) -> None:
+    pool = engines(2)
+    choose = router(alpha=1.0)
+    hashes = choose.hashes_of(PROMPT)
+    choose.assigned(pool[1], hashes, request="a")
+    choose.forget(pool[1])
+    assert choose.select(pool, hashes) is pool[0]
+    choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request="b")
+    assert len(choose._holders) == MAX_KNOWN_BLOCKS
+
+
+def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
+    assert router().hashes_of(PROMPT[:3]) == []
+    assert Router(RoutingPolicy.LONGEST_PREFIX).hashes_of(PROMPT) == []
+    assert len(router().hashes_of(PROMPT)) == 4
+
+
+async def test_a_repeated_prompt_goes_where_it_was(stage, params, tmp_path) -> None:
+    schedule = tmp_path / "schedule.json"
+    coordinator = stage.coordinator(
+        routing_policy=RoutingPolicy.LONGEST_PREFIX, alpha=0.9, schedule_output_path=schedule
+    )
+    engines = [await stage.engine(f"engine-{n}", block_size_tokens=BLOCK, max_requests=8) for n in range(3)]
+    client = await stage.client()
+    for _ in range(3):
+        for start in (0, 100, 200):
+            await client.add_request(list(range(start, start + 16)), params(1))
+    assert len(engines[0].dispatches) == 9
+    streams = [client.add_request_streaming(PROMPT, params(50)) for _ in range(40)]
+    await stage.until(lambda: all(engine.dispatches for engine in engines))
+    for stream in streams:
+        await stream.aclose()
+    coordinator.stop()
+    decisions = json.loads(schedule.read_text())
+    assert [decision["engine"] for decision in decisions[:9]] == ["engine-0"] * 9
+    stage.coordinators.clear()
+
+
+async def test_load_spreads_over_engines(stage, params) -> None:
+    stage.coordinator()
+    engines = [await stage.engine(f"engine-{n}", step_seconds=None) for n in range(3)]
+    client = await stage.client()
+    futures = [client.add_request([n], params(1)) for n in range(9)]
+    await stage.until(lambda: sum(len(engine.jobs) for engine in engines) == 9)
+    assert [len(engine.jobs) for engine in engines] == [3, 3, 3]
+    for engine in engines:
+        engine.step()
+    for future in futures:
+        await future
