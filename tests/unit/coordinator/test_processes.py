@@ -1,0 +1,210 @@
+"""The coordinator and engines as processes of their own, killed and told to end."""
+
+import asyncio
+import contextlib
+import multiprocessing
+import signal
+import socket
+import sys
+import urllib.request
+
+import pytest
+import zmq
+from scripted_engine import ScriptedEngine
+
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import pack
+
+PROMPT = [11, 12, 13]
+
+
+class Processes:
+    """Starts `megatron` subcommands; whatever still runs at the end is killed."""
+
+    def __init__(self) -> None:
+        self.ports = free_ports(4)
+        self.running: list[asyncio.subprocess.Process] = []
+        self.closers = contextlib.ExitStack()
+
+    async def start(self, *arguments: str) -> asyncio.subprocess.Process:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "megatron_runtime.cli", *arguments, "--log-level", "warning"
+        )
+        self.running.append(process)
+        return process
+
+    async def coordinator(self) -> asyncio.subprocess.Process:
+        client, engine, admin, health = map(str, self.ports)
+        ports = ("--client-port", client, "--engine-port", engine, "--admin-port", admin, "--health-port", health)
+        return await self.start("coordinator", "--listen", "127.0.0.1", *ports)
+
+    async def engine(self, name: str, *arguments: str) -> asyncio.subprocess.Process:
+        address = ("--coordinator", f"127.0.0.1:{self.ports[1]}", "--name", name)
+        return await self.start("engine", *address, "--executor", "echo", "--health-port", "off", *arguments)
+
+    async def client(self) -> InferenceClient:
+        client = InferenceClient(self.ports[0], deserialize=False)
+        self.closers.callback(client.stop)
+        await client.start()
+        return client
+
+    async def admin(self) -> ControlLink:
+        link = ControlLink(self.ports[2])
+        self.closers.callback(link.close)
+        await link.start(connect_timeout_seconds=30)
+        return link
+
+    async def close(self) -> None:
+        self.closers.close()
+        for process in self.running:
+            if process.returncode is None:
+                process.kill()
+            await process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for reserved in sockets:
+            reserved.bind(("127.0.0.1", 0))
+        return [reserved.getsockname()[1] for reserved in sockets]
+
+
+@pytest.fixture
+async def processes():
+    processes = Processes()
+    yield processes
+    await processes.close()
+
+
+async def until_serving(link: ControlLink, names: set[str]) -> None:
+    async with asyncio.timeout(40):
+        while {engine.name for engine in (await link.status()).engines if engine.serving} != names:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+
+async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
+    coordinator = await processes.coordinator()
+    doomed = await processes.engine("doomed")
+    await processes.engine("other")
+    link, client = await processes.admin(), await processes.client()
+    await until_serving(link, {"doomed", "other"})
+    streams = [client.add_request_streaming([*PROMPT, n], params(400)) for n in range(40)]
+    futures = [client.add_request([*PROMPT, n], params(100)) for n in range(40)]
+    begun = [item["partial"]["new_tokens"] for item in await asyncio.gather(*(anext(stream) for stream in streams))]
+    doomed.send_signal(signal.SIGKILL)
+    await doomed.wait()
+    coordinator.send_signal(signal.SIGKILL)
+    await coordinator.wait()
+    await processes.coordinator()
+    for number, stream in enumerate(streams):
+        tokens, final = await collect(stream)
+        streamed = begun[number] + tokens
+        assert final["generated_tokens"] == echo_answer([*PROMPT, number], 400)
+        assert streamed == final["generated_tokens"][: len(streamed)]  # the last step's tokens come with the final
+        assert len(streamed) >= 399
+    for number, future in enumerate(futures):
+        assert (await future)["generated_tokens"] == echo_answer([*PROMPT, number], 100)
+
+
+async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
+    coordinator = await processes.coordinator()
+    await processes.engine("engine-0")
+    link, client = await processes.admin(), await processes.client()
+    await until_serving(link, {"engine-0"})
+    await link.control(Header.SET_GENERATION_EPOCH, operation_id="e", fence=3, epoch=8)
+    await link.control(Header.PAUSE, operation_id="p", fence=3, expected_engines=1)
+    await link.control(Header.SUSPEND, operation_id="s", fence=3, expected_engines=1)
+    future = client.add_request(PROMPT, params(5))
+    coordinator.send_signal(signal.SIGKILL)
+    await coordinator.wait()
+    await processes.coordinator()
+    async with asyncio.timeout(30):
+        while (status := await link.status(timeout_seconds=30)).state == "RECOVERING":  # noqa: ASYNC110
+            await asyncio.sleep(0.1)
+    assert (status.state, status.epoch, status.fence) == ("SUSPENDED", 8, 3)
+    await link.control(Header.RESUME, operation_id="r", fence=3, expected_engines=1)
+    await link.control(Header.UNPAUSE, operation_id="u", fence=3, expected_engines=1)
+    assert (await future)["generated_tokens"] == echo_answer(PROMPT, 5)
+
+
+async def test_told_to_end_the_coordinator_finishes_what_is_open_and_an_engine_hands_over(processes, params) -> None:
+    coordinator = await processes.coordinator()
+    leaving = await processes.engine("leaving", "--drain-seconds", "0")
+    link, client = await processes.admin(), await processes.client()
+    await until_serving(link, {"leaving"})
+    future = client.add_request(PROMPT, params(2000))
+    await asyncio.sleep(0.05)
+    await processes.engine("staying")
+    await until_serving(link, {"leaving", "staying"})
+    leaving.send_signal(signal.SIGTERM)
+    assert await asyncio.wait_for(leaving.wait(), 20) == 0
+    coordinator.send_signal(signal.SIGTERM)
+    assert (await future)["generated_tokens"] == echo_answer(PROMPT, 2000)
+    assert await asyncio.wait_for(coordinator.wait(), 10) == 0
+
+
+async def test_probes_and_metrics(processes) -> None:
+    await processes.coordinator()
+    await processes.admin()
+
+    def get(path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{processes.ports[3]}{path}", timeout=10) as answer:
+            return answer.read().decode()
+
+    assert "true" in await asyncio.to_thread(get, "/readyz")
+    metrics = await asyncio.to_thread(get, "/metrics")
+    assert 'megatron_coordinator_rejected_frames_total{reason="malformed"} 0.0' in metrics
+    assert "megatron_coordinator_queued_requests 0.0" in metrics
+
+
+def test_the_library_class_sends_its_address_waits_for_engines_and_ends(params) -> None:
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    ready = context.Event()
+    process = context.Process(
+        target=DataParallelInferenceCoordinator.entrypoint, args=(theirs, ready, 1, None), daemon=True
+    )
+    process.start()
+    try:
+        assert ours.poll(30)
+        address = ours.recv()
+        assert not ready.is_set()
+        asyncio.run(serve_one(address, ready, params))
+        process.join(10)
+        assert process.exitcode == 0
+    finally:
+        process.kill()
+        process.join()
+
+
+async def serve_one(address: str, ready, params) -> None:
+    engine = await ScriptedEngine(address).start()
+    assert await asyncio.to_thread(ready.wait, 10)
+    client = InferenceClient(address, deserialize=False)
+    await client.start()
+    assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
+    client.stop()
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.connect(address)
+        for header in (Header.CONNECT, Header.SHUTDOWN):
+            dealer.send(pack([int(header)]))
+        dealer.close(linger=1000)
+    engine.close()
+
+
+def test_with_no_engine_to_wait_for_the_library_class_is_ready_at_once() -> None:
+    coordinator = DataParallelInferenceCoordinator(None, 0, None, block_size_tokens=4, enable_prefix_caching=True)
+    try:
+        assert coordinator.address.startswith("tcp://127.0.0.1:")
+        assert len(coordinator.compute_request_hashes(list(range(8)))) == 1
+        assert coordinator.compute_request_hashes([1, 2, 3]) == []
+        with pytest.raises(RuntimeError, match="no engine is registered"):
+            coordinator.get_next_data_parallel_rank()
+    finally:
+        coordinator.stop()
+        coordinator.stop()
