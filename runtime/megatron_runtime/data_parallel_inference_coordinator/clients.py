@@ -28,8 +28,8 @@ class Client:
     open:      its open requests by uid.
     plain_ids: uid by request number, for a plain client.
     answered:  uids whose final answer went out on the present connection, and thus arrives; the last few thousand.
-    outbox:    messages that could not be sent yet, in order, each with the uid it answers for good. While it is not empty, partials are not sent at all:
-               the tokens wait in the journal and go out as one.
+    outbox:    messages that could not be sent yet, in order, each with the uid it answers for good. While it is not
+               empty, partials are not sent at all: the tokens wait in the journal and go out as one.
     behind:    partials are owed.
     stuck_since: when sending first failed; None while it succeeds.
     """

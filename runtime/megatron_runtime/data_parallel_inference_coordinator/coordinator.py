@@ -44,7 +44,7 @@ from megatron_runtime.wire.messages import (
     decode,
     tokens_to_bytes,
 )
-from megatron_runtime.wire.states import CoordinatorState, EngineState
+from megatron_runtime.wire.states import PASSING_STATES, CoordinatorState, EngineState
 
 logger = logging.getLogger(__name__)
 
