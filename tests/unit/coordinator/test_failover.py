@@ -139,7 +139,8 @@ async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stag
     assert coordinator.clients.named(Role.CLIENT, client._name) is None
 
 
-async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, collect) -> None:
+@pytest.mark.parametrize("ends", ["before", "after"])
+async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, collect, ends) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(step_seconds=None)
     client = await stage.client()
@@ -151,12 +152,23 @@ async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, c
     for _ in range(3):
         engine.step()
     await stage.until(lambda: next(iter(coordinator.dispatcher.journal)).tokens_so_far == 4)
+    registered = coordinator.clients.named(Role.CLIENT, client._name)
+    await stage.until(lambda: not registered.reachable)
+    if ends == "before":
+        for _ in range(4):
+            engine.step()
+        await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
     client._link._lose()
     client._link._open()
-    for _ in range(4):
-        engine.step()
+    if ends == "after":
+        await stage.until(lambda: client.connected)
+        for _ in range(4):
+            engine.step()
     tokens, final = await collect(stream)
-    assert echo_answer([1], 1) + tokens == final["generated_tokens"] == echo_answer([1], 8)
+    answer = echo_answer([1], 8)
+    assert final["generated_tokens"] == answer
+    # What was missed comes as one partial, or in the final when that is ready by then.
+    assert answer[: 1 + len(tokens)] == answer[:1] + tokens
     assert len(engine.dispatches) == 1
 
 
