@@ -56,6 +56,9 @@ class Replies:
             frames = plain.reply_frames(entry.plain_id or 0, message)
         self._counters.completed += 1
         self._dispatcher.forget(entry)
+        if not client.reachable:
+            # What went out last may have been lost with the connection, and nobody can ask for it after the final.
+            entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             self._clients.send(client, self._owed(entry))
         self._clients.send(client, frames, answers=entry.uid)
