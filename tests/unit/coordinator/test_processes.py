@@ -17,7 +17,7 @@ from megatron_runtime.data_parallel_inference_coordinator import DataParallelInf
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import pack
+from megatron_runtime.wire.messages import pack, unpack
 
 PROMPT = [11, 12, 13]
 
@@ -191,8 +191,10 @@ async def serve_one(address: str, ready, params) -> None:
     client.stop()
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(address)
-        for header in (Header.CONNECT, Header.SHUTDOWN):
-            dealer.send(pack([int(header)]))
+        dealer.send(pack([int(Header.CONNECT)]))
+        assert await asyncio.to_thread(dealer.poll, 10_000)
+        assert unpack(dealer.recv()) == [Header.CONNECT_ACK]
+        dealer.send(pack([int(Header.SHUTDOWN)]))
         dealer.close(linger=1000)
     engine.close()
 
