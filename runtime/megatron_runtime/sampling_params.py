@@ -115,8 +115,12 @@ def _optional_int_at_least(low: int) -> Any:
 
 
 def _list_of(kind: type) -> Any:
-    return lambda value: value is None or (
-        isinstance(value, list | tuple) and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+    return lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+        )
     )
 
 
