@@ -56,7 +56,17 @@ def random_prompts(lengths: Sequence[int]) -> list[list[int]]:
     return [random.integers(3, 320, length).tolist() for length in lengths]
 
 
-def test_builtin_model_in_a_batch_and_alone(
+@pytest.mark.parametrize("text", PROMPTS, ids=range(len(PROMPTS)))
+def test_builtin_model_alone(
+    smollm: TorchExecutor, smollm_reference: LlamaForCausalLM, generate: Generate, text: str
+) -> None:
+    prompt = load_tokenizer("builtin:smollm2-135m").encode(text)
+    answer = generate(smollm, [prompt], NEW_TOKENS, temperature=0.0)[0]
+    assert len(answer) == NEW_TOKENS
+    assert_greedy(smollm_reference, prompt, answer)
+
+
+def test_builtin_model_in_a_batch(
     smollm: TorchExecutor, smollm_reference: LlamaForCausalLM, generate: Generate
 ) -> None:
     tokenizer = load_tokenizer("builtin:smollm2-135m")
@@ -65,7 +75,6 @@ def test_builtin_model_in_a_batch_and_alone(
     for index, prompt in enumerate(prompts):
         assert len(answers[index]) == NEW_TOKENS
         assert_greedy(smollm_reference, prompt, answers[index])
-    assert generate(smollm, prompts[:1], NEW_TOKENS, temperature=0.0)[0] == answers[0]
 
 
 @pytest.mark.parametrize(
