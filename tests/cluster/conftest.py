@@ -193,9 +193,12 @@ class Resource:
             raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
 
     async def settled(self, state: str, *, seconds: float = 45) -> dict[str, Any]:
-        """The status once the desired state is reached and confirmed."""
+        """The status once the desired state is reached and confirmed; for Running, by every engine."""
+        conditions = ["LifecycleSettled", "EnginesReady"] if state == "Running" else ["LifecycleSettled"]
         return await self.until(
-            lambda status: status.get("state") == state and condition(status, "LifecycleSettled")["status"] == "True",
+            lambda status: (
+                status.get("state") == state and all(condition(status, kind)["status"] == "True" for kind in conditions)
+            ),
             seconds=seconds,
         )
 
