@@ -36,7 +36,12 @@ def allocate(options: Options) -> dict[str, int]:
                 preferred = options.api_port
             # Held until all are chosen, so that no port is given twice.
             holder = held.enter_context(socket.socket())
-            holder.bind(("127.0.0.1", preferred if preferred and is_free(preferred) else 0))
+            if preferred and is_free(preferred):
+                # As the server itself will: connections of a cluster before may linger in TIME_WAIT.
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind(("127.0.0.1", preferred))
+            else:
+                holder.bind(("127.0.0.1", 0))
             ports[name] = holder.getsockname()[1]
     return ports
 

@@ -1,0 +1,41 @@
+"""Ports are given out as the servers will be able to bind them."""
+
+import socket
+
+import pytest
+
+from localcluster import ports
+from localcluster.settings import Options
+
+
+@pytest.fixture
+def lingering_port(monkeypatch: pytest.MonkeyPatch) -> int:
+    """The API server's preferred port, with a connection of its last life in TIME_WAIT."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        port = server.getsockname()[1]
+        client = socket.create_connection(("127.0.0.1", port))
+        accepted, _ = server.accept()
+        accepted.close()
+        client.recv(1)
+        client.close()
+    monkeypatch.setitem(ports.PREFERRED_PORTS, "apiserver", port)
+    return port
+
+
+def test_a_port_whose_last_connections_linger_is_given_out(lingering_port: int) -> None:
+    with socket.socket() as strict, pytest.raises(OSError, match="in use"):
+        strict.bind(("127.0.0.1", lingering_port))
+    assert ports.allocate(Options())["apiserver"] == lingering_port
+
+
+def test_a_taken_port_is_passed_over_and_none_is_given_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        server.listen()
+        taken = server.getsockname()[1]
+        monkeypatch.setitem(ports.PREFERRED_PORTS, "apiserver", taken)
+        given = ports.allocate(Options())
+    assert given["apiserver"] != taken
+    assert len(set(given.values())) == len(given)
