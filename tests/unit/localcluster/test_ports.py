@@ -12,6 +12,7 @@ from localcluster.settings import Options
 def lingering_port(monkeypatch: pytest.MonkeyPatch) -> int:
     """The API server's preferred port, with a connection of its last life in TIME_WAIT."""
     with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind(("127.0.0.1", 0))
         server.listen()
         port = server.getsockname()[1]
