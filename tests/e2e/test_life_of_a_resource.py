@@ -1,7 +1,6 @@
 """From `kubectl apply` to a chat answer, every verb, and away again: on a real node with real weights."""
 
 import subprocess
-import time
 
 import pytest
 from openai import OpenAI
@@ -57,9 +56,7 @@ def test_a_bad_resource_is_refused_with_field_and_remedy(kube: Kubectl) -> None:
 
 def test_everything_in_any_order_goes_at_once(kube: Kubectl) -> None:
     deploy(kube)
-    began = time.monotonic()
     namespace = kube.namespace
     kube("delete", "namespace", namespace, "--timeout=60s")
-    assert time.monotonic() - began < 60
     kube("create", "namespace", namespace)
     assert subprocess.run(kube.command("get", "mi", "demo"), capture_output=True, check=False).returncode != 0

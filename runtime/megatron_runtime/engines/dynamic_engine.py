@@ -173,11 +173,7 @@ class DynamicInferenceEngine:
         queues.waiting.append(queued)
 
     def abort_request(self, request_id: int) -> bool:
-        """Forget a request and free what it holds, now. False if it is not open."""
-        return self._remove(request_id) is not None
-
-    def finish_request(self, request_id: int, reason: FinishReason) -> bool:
-        """End a request from outside, as when a stop text was found in its output. Frees what it holds, now."""
+        """Forget a request and free what it holds, now: it was aborted, or ended by a stop text. False if not open."""
         return self._remove(request_id) is not None
 
     def _max_total_tokens(self, params: SamplingParams, prompt: int) -> int:

@@ -74,9 +74,7 @@ class EngineWorker:
         )
         self._outputs = OutputStage(
             send=self._link.send,
-            finish_early=lambda dispatch_id: self._thread.call(
-                lambda engine: engine.finish_request(dispatch_id, "stop")
-            ),
+            finish_early=lambda dispatch_id: self._thread.call(lambda engine: engine.abort_request(dispatch_id)),
             detokenizer=loaded.detokenizer,
         )
         self._registry = CollectorRegistry()
@@ -190,15 +188,24 @@ class EngineWorker:
             self._link.say_hello()
 
     async def _control_loop(self) -> None:
-        while not self.ended.is_set():
-            message = await self._controls.get()
-            if isinstance(message, Control):
-                ack = await self._lifecycle.handle(message)
-                self._link.send(ack.to_frames())
-            elif isinstance(message, ControlCommit):
-                await self._commit(message)
-            else:
-                await self._enter(message)
+        """One control message at a time. What fails outside a message's own answer ends the engine, never this loop
+        alone: an engine that hears no more must not go on serving.
+        """
+        try:
+            while not self.ended.is_set():
+                await self._obey(await self._controls.get())
+        except Exception as error:
+            logger.exception("the engine cannot follow its coordinator")
+            self._on_failure(error)
+
+    async def _obey(self, message: Control | ControlCommit | HelloAck) -> None:
+        if isinstance(message, Control):
+            ack = await self._lifecycle.handle(message)
+            self._link.send(ack.to_frames())
+        elif isinstance(message, ControlCommit):
+            await self._commit(message)
+        else:
+            await self._enter(message)
 
     async def _commit(self, commit: ControlCommit) -> None:
         await self._lifecycle.commit(commit)
@@ -234,9 +241,6 @@ class EngineWorker:
         self._busy_for = LOAD_SILENCE_SECONDS
         try:
             await self._thread.call(lambda engine: engine.executor.load())
-        except Exception as error:
-            self._on_failure(error)
-            raise
         finally:
             self._busy_for = 0.0
 
