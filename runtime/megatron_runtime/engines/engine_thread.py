@@ -17,6 +17,13 @@ T = TypeVar("T")
 Outputs = list[RequestOutput]
 
 
+class EngineStopped(RuntimeError):
+    """The command came after the last step of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped and takes no command any more")
+
+
 class EngineThread:
     """Owns `engine` from start() on: nobody else may touch it, except through call().
 
@@ -49,20 +56,24 @@ class EngineThread:
         self._thread.start()
 
     async def stop(self) -> None:
-        """End after the step under way. Idempotent."""
+        """End after the step under way; all that the thread delivered has been received on return. Idempotent."""
         with self._wake:
             self._ended = True
             self._wake.notify()
         if self._thread.is_alive():
             await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)  # lets the loop run what the thread left in its queue, even if it ended long ago
 
     def call(self, command: Callable[[DynamicInferenceEngine], T]) -> asyncio.Future[T]:
-        """Run `command` on the engine thread before its next step."""
+        """Run `command` on the engine thread before its next step. EngineStopped if the thread has ended."""
         assert self._loop is not None, "start() first"
         future: asyncio.Future[T] = self._loop.create_future()
         with self._wake:
-            self._commands.append((command, future))
-            self._wake.notify()
+            if self._ended:
+                future.set_exception(EngineStopped())
+            else:
+                self._commands.append((command, future))
+                self._wake.notify()
         return future
 
     async def pause(self) -> None:
@@ -86,6 +97,15 @@ class EngineThread:
         except Exception as error:
             logger.exception("the engine failed")
             self._deliver(self._on_failure, error)
+        self._refuse_commands()
+
+    def _refuse_commands(self) -> None:
+        """Answer those who still wait for a command that will never run."""
+        with self._wake:
+            self._ended = True
+            while self._commands:
+                _, future = self._commands.popleft()
+                self._deliver(_fail, future, EngineStopped())
 
     def _wait_for_work(self) -> bool:
         """Block until there is a command or a step to run. False ends the thread."""

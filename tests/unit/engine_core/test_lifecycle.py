@@ -1,5 +1,7 @@
 """The engine's state machine: walked through its table, with a real engine on its thread."""
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.engines.engine_thread import EngineThread, Outputs
+from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import SIGNALS, Header
@@ -155,7 +157,28 @@ async def test_a_failing_step_ends_the_thread_and_is_reported() -> None:
 
     rig.executor.execute = fail  # type: ignore[method-assign,assignment]
     await rig.submit(4)
-    rig.thread.call(lambda engine: None)
     await rig.thread.unpause()
     await rig.thread.stop()
     assert [str(failure) for failure in rig.failures] == ["broken kernel"]
+    with pytest.raises(EngineStopped):
+        await rig.thread.call(lambda engine: None)
+
+
+async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
+    rig = Rig()
+    failing, queued = threading.Event(), threading.Event()
+
+    def fail(plan: object) -> None:
+        failing.set()
+        queued.wait(timeout=10)
+        raise ZeroDivisionError("broken kernel")
+
+    rig.executor.execute = fail  # type: ignore[method-assign,assignment]
+    await rig.submit(4)
+    await rig.thread.unpause()
+    await asyncio.to_thread(failing.wait, 10)
+    waiting = rig.thread.call(lambda engine: None)
+    queued.set()
+    with pytest.raises(EngineStopped):
+        await waiting
+    await rig.thread.stop()
