@@ -8,39 +8,27 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.contexts.block_allocator import BlockAllocator
+from megatron_runtime.requests.errors import (
+    ActiveRequestCountOverflowError,
+    BlockOverflowError,
+    MaxSequenceLengthOverflowError,
+    RequestOverflowError,
+    RequestRefusedError,
+    TensorStateDeallocatedError,
+    TokenOverflowError,
+)
 from megatron_runtime.sampling_params import SamplingParams
 
-
-class RequestRefusedError(ValueError):
-    """The engine cannot take this request.
-
-    is_transient: the same request may be taken later.
-    """
-
-    is_transient = True
-
-    def __init__(self, request_id: int, message: str) -> None:
-        super().__init__(message)
-        self.request_id = request_id
-        self.message = message
-
-
-class RequestOverflowError(RequestRefusedError):
-    """More requests are open than the engine keeps."""
-
-
-class TokenOverflowError(RequestRefusedError):
-    """The request needs more tokens in one step than max_tokens allows."""
-
-
-class BlockOverflowError(RequestRefusedError):
-    """The request needs more KV pages than there are."""
-
-
-class MaxSequenceLengthOverflowError(RequestRefusedError):
-    """Prompt and answer do not fit the longest sequence of the model."""
-
-    is_transient = False
+__all__ = [
+    "ActiveRequestCountOverflowError",
+    "BlockOverflowError",
+    "DynamicInferenceContext",
+    "MaxSequenceLengthOverflowError",
+    "RequestOverflowError",
+    "RequestRefusedError",
+    "TensorStateDeallocatedError",
+    "TokenOverflowError",
+]
 
 
 class DynamicInferenceContext:

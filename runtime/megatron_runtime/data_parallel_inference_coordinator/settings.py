@@ -3,26 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from enum import StrEnum
 from pathlib import Path
 from typing import Literal
 
+from megatron_runtime.config import PrefixCachingCoordinatorPolicy, RoutingPolicy
 from megatron_runtime.wire import limits
 
-
-class RoutingPolicy(StrEnum):
-    """How a request finds its engine."""
-
-    LOAD_BALANCED = "LoadBalanced"
-    """The fewest requests in flight, the lowest index on ties."""
-    ROUND_ROBIN = "RoundRobin"
-    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that was given a prompt with the same first block, weighed against its load."""
-    LONGEST_PREFIX = "LongestPrefix"
-    """The engine that was given the longest common prefix, weighed against its load."""
-
-
-PrefixCachingCoordinatorPolicy = RoutingPolicy
+__all__ = ["CoordinatorSettings", "PrefixCachingCoordinatorPolicy", "RoutingPolicy", "Timing"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -119,7 +119,7 @@ class DynamicInferenceEngine:
         self.executor = executor
         self.config = config
         self.context = DynamicInferenceContext(
-            max_requests=config.max_requests,
+            max_requests=config.request_slots,
             max_sequence_length=min(
                 config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length
             ),
@@ -153,7 +153,8 @@ class DynamicInferenceEngine:
             raise RequestOverflowError(request_id, f"{len(queues.waiting)} requests are waiting, the most allowed")
         longest = self.context.max_sequence_length
         if prompt >= longest:
-            limit = self.config.max_sequence_length or self.executor.max_sequence_length
+            made_for = self.executor.max_sequence_length
+            limit = min(self.config.max_sequence_length or made_for, made_for)
             message = (
                 f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
                 f"together may have {longest}: shorten the prompt"
@@ -161,9 +162,9 @@ class DynamicInferenceEngine:
             if longest < limit:
                 raise BlockOverflowError(request_id, message + " or give the engine more kv_cache_memory")
             raise MaxSequenceLengthOverflowError(request_id, message)
-        if not self.config.enable_chunked_prefill and prompt > self.config.max_tokens:
+        if not self.config.enable_chunked_prefill and prompt > self.config.step_tokens:
             raise TokenOverflowError(
-                request_id, f"the prompt has {prompt} tokens, a step takes {self.config.max_tokens}: raise max_tokens"
+                request_id, f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: raise max_tokens"
             )
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
         if tokens.min() < 0 or tokens.max() >= self.executor.vocab_size:
@@ -234,7 +235,7 @@ class DynamicInferenceEngine:
         pages last. max_tokens >= max_requests, so that every decode has its token.
         """
         rows: list[_Row] = []
-        budget = self.config.max_tokens
+        budget = self.config.step_tokens
         preempted = False
         for request in sorted(self._queues.running, key=lambda running: self._tokens_to_compute(running) > 1):
             if request.slot < 0 or budget == 0:

@@ -123,7 +123,9 @@ def test_schedules(make_tiny: MakeTiny, generate: Generate, pages: int, config: 
     assert executor.num_pages == pages
     executor.load()
     prompts = random_prompts([1, 3, 8, 9, 17, 33, 70, 100, 2, 300, 301, 24])
-    answers = generate(executor, prompts, 30, config=InferenceConfig(**config), temperature=0.0)
+    answers = generate(
+        executor, prompts, 30, config=InferenceConfig(enable_chunked_prefill=True, **config), temperature=0.0
+    )
     for index, prompt in enumerate(prompts):
         assert_greedy(reference, prompt, answers[index])
 

@@ -15,11 +15,13 @@ from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, Engi
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.sampling_params import SamplingParams
 
+DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
+
 
 def make_engine(*, pages: int = 200, **config: int) -> DynamicInferenceEngine:
     executor = EchoExecutor(page_size=4, num_pages=pages, max_sequence_length=256)
     executor.load()
-    return DynamicInferenceEngine(executor, InferenceConfig(**{"max_requests": 8, "max_tokens": 64, **config}))
+    return DynamicInferenceEngine(executor, InferenceConfig(**{**DEFAULTS, **config}))
 
 
 def request(

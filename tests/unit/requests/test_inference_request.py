@@ -16,7 +16,7 @@ from megatron_runtime.inference_request import (
     deserialize_tensor,
     serialize_tensor,
 )
-from megatron_runtime.request_events import RequestError
+from megatron_runtime.requests.errors import RequestError
 from megatron_runtime.sampling_params import SamplingParams
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, Self
 
+from megatron_runtime.requests.errors import deserialize_error, error_name, serialize_error
+
 
 class DynamicInferenceEventType(Enum):
     ADD_ENGINE = auto()
@@ -24,39 +26,6 @@ class DynamicInferenceEventType(Enum):
 
 
 _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInferenceEventType.ERROR_NONTRANSIENT})
-
-
-class RequestError(Exception):
-    """An error of a request that came over the wire. `type` is the class name it had where it was raised."""
-
-    def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
-        super().__init__(message)
-        self.type = type
-        self.message = message
-        self.request_id = request_id
-        self.is_transient = is_transient
-
-
-def error_name(error: BaseException) -> str:
-    return error.type if isinstance(error, RequestError) else type(error).__name__
-
-
-def serialize_error(error: BaseException) -> dict[str, Any]:
-    return {
-        "type": error_name(error),
-        "request_id": getattr(error, "request_id", None),
-        "message": getattr(error, "message", None) or str(error),
-        "is_transient": getattr(error, "is_transient", True),
-    }
-
-
-def deserialize_error(data: dict[str, Any]) -> RequestError:
-    return RequestError(
-        data["type"],
-        data.get("message") or "",
-        request_id=data.get("request_id"),
-        is_transient=data.get("is_transient", True),
-    )
 
 
 @dataclass
