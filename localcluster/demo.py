@@ -22,6 +22,7 @@ from localcluster.walkthrough import CheckError, Walkthrough
 
 SAMPLE = REPOSITORY / "manifests" / "samples" / "cpu-demo.yaml"
 NAME = "demo"
+CRD = "megatroninferences.inference.megatron.dev"
 
 
 @dataclass(frozen=True)
@@ -58,6 +59,23 @@ def _embedded(steps: Steps) -> Target:
     cluster = LocalCluster(steps=steps)
     helm = installation.prepare(cluster, steps)
     return Target(Kubectl(str(cluster.kubectl), cluster.kubeconfig), helm)
+
+
+def _current() -> Target:
+    """The user's own cluster, where the operator is installed already: its images must come from where it can pull."""
+    kube = Kubectl()
+    try:
+        kube("get", "crd", CRD)
+    except CommandError as error:
+        install = (
+            f"helm install {installation.RELEASE} charts/megatron-inference --namespace {installation.OPERATOR_NAMESPACE} "
+            "--create-namespace --set operator.image.repository=… --set runtime.image.repository=…"
+        )
+        raise ClusterError(
+            f"{error}\nIf the cluster answers, it has no operator yet: push both images of the Dockerfile to where its "
+            f"nodes can pull them, then {install}"
+        ) from error
+    return Target(kube, "helm", forwards_ports=True)
 
 
 def _walk(target: Target, steps: Steps) -> None:
@@ -102,9 +120,7 @@ def main(cluster: str) -> None:
             target = _embedded(steps)
             installation.install_operator(target.kube, target.helm, steps)
         else:
-            # The chart's own image names, or those of an operator that is installed already.
-            target = Target(Kubectl(), "helm", forwards_ports=True)
-            target.kube("get", "crd", "megatroninferences.inference.megatron.dev")
+            target = _current()
         _walk(target, steps)
     except (ClusterError, CheckError, CommandError) as error:
         click.echo(f"\nThe demo stopped: {error}", err=True)
