@@ -69,7 +69,8 @@ def _current() -> Target:
     except CommandError as error:
         install = (
             f"helm install {installation.RELEASE} charts/megatron-inference "
-            f"--namespace {installation.OPERATOR_NAMESPACE} --create-namespace --set operator.image.repository=… --set runtime.image.repository=…"
+            f"--namespace {installation.OPERATOR_NAMESPACE} --create-namespace "
+            "--set operator.image.repository=… --set runtime.image.repository=…"
         )
         raise ClusterError(
             f"{error}\nIf the cluster answers, it has no operator yet: push both images of the Dockerfile to where its "
