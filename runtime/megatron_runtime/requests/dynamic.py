@@ -131,7 +131,12 @@ class DynamicInferenceRequest(InferenceRequest):
             self.add_event_add_engine()
         params = copy.copy(self.sampling_params)
         if params is not None and params.num_tokens_to_generate is not None:
-            params.num_tokens_to_generate = max(0, params.num_tokens_to_generate - len(self.generated_tokens))
+            left = params.num_tokens_to_generate - len(self.generated_tokens)
+            if left < 1:
+                raise ValueError(
+                    f"request {self.request_id} has generated all its tokens: there is nothing to continue"
+                )
+            params.num_tokens_to_generate = left
         tokens: Any = as_list(self.prompt_tokens) + list(self.generated_tokens)
         if is_tensor(self.prompt_tokens):
             tokens = load_torch().tensor(tokens, dtype=self.prompt_tokens.dtype, device=self.prompt_tokens.device)

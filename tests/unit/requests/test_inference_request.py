@@ -1,6 +1,5 @@
 """Requests, events and records: what survives the wire, checkpoints and merges."""
 
-import msgpack
 import pytest
 import torch
 
@@ -18,25 +17,6 @@ from megatron_runtime.inference_request import (
 )
 from megatron_runtime.requests.errors import RequestError
 from megatron_runtime.sampling_params import SamplingParams
-
-
-def over_the_wire(value):
-    return msgpack.unpackb(msgpack.packb(value, use_bin_type=True), raw=False, strict_map_key=False)
-
-
-@pytest.fixture
-def request_factory():
-    def make(**values) -> DynamicInferenceRequest:
-        defaults = {
-            "request_id": 5,
-            "prompt": "hello",
-            "prompt_tokens": torch.tensor([1, 2, 3]),
-            "sampling_params": SamplingParams(num_tokens_to_generate=10),
-            "status": Status.ACTIVE_AND_GENERATING_TOKENS,
-        }
-        return DynamicInferenceRequest(**{**defaults, **values})
-
-    return make
 
 
 class TestHashes:
@@ -63,8 +43,8 @@ class TestHashes:
 
 
 class TestSerialization:
-    @pytest.mark.parametrize("trip", [lambda value: value, over_the_wire], ids=["before msgpack", "after msgpack"])
-    def test_round_trip(self, request_factory, trip) -> None:
+    @pytest.mark.parametrize("packed", [False, True])
+    def test_round_trip(self, request_factory, over_the_wire, packed) -> None:
         request = request_factory(
             sampling_params=SamplingParams(return_prompt_tokens=True),
             prompt_tokens=torch.tensor([2**62, 1]),
@@ -76,7 +56,9 @@ class TestSerialization:
         request.add_event_generated_token(7, blocks_total=4)
         request.add_event_error_nontransient(RequestError("MaxSequenceLengthOverflowError", "too long", request_id=5))
         request.generated_tokens = [2**62]
-        copy = DynamicInferenceRequest.deserialize(trip(request.serialize()))
+        copy = DynamicInferenceRequest.deserialize(
+            over_the_wire(request.serialize()) if packed else request.serialize()
+        )
         assert copy.uid == request.uid
         assert copy.uid.startswith("chatcmpl-")
         assert copy.status is Status.ACTIVE_AND_GENERATING_TOKENS
@@ -90,7 +72,7 @@ class TestSerialization:
         assert copy.event_add_engine is None
         assert copy.failed()
 
-    def test_the_prompts_tokens_travel_only_when_asked_for(self, request_factory) -> None:
+    def test_the_prompts_tokens_travel_only_when_asked_for(self, request_factory, over_the_wire) -> None:
         request = request_factory()
         obj = request.serialize()
         assert obj["prompt_tokens"] is None
@@ -101,7 +83,7 @@ class TestSerialization:
         request.sampling_params.return_prompt_tokens = True
         assert request.serialize()["prompt_tokens"] == ("tensor", [1, 2, 3])
 
-    def test_nothing_but_an_id_is_enough(self) -> None:
+    def test_nothing_but_an_id_is_enough(self, over_the_wire) -> None:
         copy = DynamicInferenceRequest.deserialize(over_the_wire(DynamicInferenceRequest(request_id=1).serialize()))
         assert (copy.prompt, copy.status, copy.sampling_params) == (None, None, None)
 
@@ -184,6 +166,11 @@ class TestRecord:
         assert record[2].uid == record[0].uid
         assert record[2].kv_cache_epoch is None
 
+    def test_a_spent_budget_is_not_continued(self, request_factory) -> None:
+        record = DynamicInferenceRequestRecord.from_request(request_factory(generated_tokens=list(range(10))))
+        with pytest.raises(ValueError, match="request 5 has generated all"):
+            record.checkpoint()
+
     def test_a_checkpoint_makes_the_missing_event(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(request_factory())
         record.checkpoint()
@@ -204,7 +191,7 @@ class TestRecord:
         record[1].generated_text = None
         assert record.merge().generated_text is None
 
-    def test_round_trip(self, record) -> None:
+    def test_round_trip(self, record, over_the_wire) -> None:
         copy = DynamicInferenceRequestRecord.deserialize(over_the_wire(record.serialize()))
         assert copy.merge().generated_tokens == [4, 5, 6]
         assert copy.latency == 1.5

@@ -1,0 +1,109 @@
+"""InferenceConfig: every documented field with its default, and nothing else."""
+
+from dataclasses import FrozenInstanceError
+
+import pytest
+
+from megatron_runtime.config import (
+    InferenceConfig,
+    InvalidConfigError,
+    KVCacheManagementMode,
+    PrefixCachingEvictionPolicy,
+    RoutingPolicy,
+)
+
+DOCUMENTED_DEFAULTS = {
+    "block_size_tokens": 256,
+    "buffer_size_gb": 20,
+    "paused_buffer_size_gb": None,
+    "max_requests": None,
+    "max_tokens": None,
+    "max_sequence_length": 2560,
+    "unified_memory_level": 0,
+    "kv_cache_management_mode": KVCacheManagementMode.PERSIST,
+    "num_cuda_graphs": None,
+    "cuda_graph_mixed_prefill_count": 16,
+    "cuda_graph_max_tokens": 512,
+    "use_cuda_graphs_for_non_decode_steps": True,
+    "static_kv_memory_pointers": False,
+    "materialize_only_last_token_logits": True,
+    "enable_chunked_prefill": False,
+    "num_speculative_tokens": 0,
+    "enable_prefix_caching": False,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy.REF_ZERO,
+    "prefix_caching_coordinator_policy": RoutingPolicy.LOAD_BALANCED,
+    "prefix_caching_routing_alpha": 0.5,
+    "track_paused_request_events": False,
+    "track_generated_token_events": False,
+    "sampling_backend": "torch",
+    "offset_sampling_seed_by_dp_rank": True,
+    "async_sched_mode": "LEGACY",
+    "logprobs_mode": "raw_logprobs",
+    "ep_consensus_interval": 20,
+    "disable_ep_consensus": False,
+    "use_synchronous_zmq_collectives": False,
+    "logging_step_interval": 0,
+}
+
+
+def test_the_documented_defaults() -> None:
+    config = InferenceConfig()
+    assert {name: getattr(config, name) for name in DOCUMENTED_DEFAULTS} == DOCUMENTED_DEFAULTS
+    assert (config.step_tokens, config.request_slots) == (16_384, 64)
+    assert config.buffer_bytes == 20 << 30
+
+
+def test_an_unknown_field_is_refused_and_a_known_one_is_fixed() -> None:
+    with pytest.raises(TypeError, match="max_request"):
+        InferenceConfig(max_request=3)  # type: ignore[call-arg]
+    with pytest.raises(FrozenInstanceError):
+        InferenceConfig().max_tokens = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("block_size_tokens", 0),
+        ("buffer_size_gb", 0),
+        ("buffer_size_gb", float("nan")),
+        ("paused_buffer_size_gb", -1),
+        ("max_requests", 0),
+        ("max_tokens", True),
+        ("max_sequence_length", 1),
+        ("unified_memory_level", 2),
+        ("kv_cache_management_mode", "keep"),
+        ("prefix_caching_eviction_policy", "fifo"),
+        ("prefix_caching_coordinator_policy", "random"),
+        ("prefix_caching_routing_alpha", 1.5),
+        ("sampling_backend", "numpy"),
+        ("logprobs_mode", "cooked"),
+        ("async_sched_mode", "EAGER"),
+        ("enable_prefix_caching", 1),
+        ("num_speculative_tokens", -1),
+    ],
+)
+def test_a_value_out_of_range_is_refused_with_field_value_and_remedy(field: str, value: object) -> None:
+    with pytest.raises(InvalidConfigError, match="want") as refused:
+        InferenceConfig(**{field: value})  # type: ignore[arg-type]
+    assert refused.value.field == field
+    assert f"InferenceConfig.{field}={value!r}" in str(refused.value)
+
+
+def test_an_enum_may_be_given_by_its_value() -> None:
+    config = InferenceConfig(prefix_caching_eviction_policy="lru", kv_cache_management_mode="offload")  # type: ignore[arg-type]
+    assert config.prefix_caching_eviction_policy is PrefixCachingEvictionPolicy.LRU
+    assert config.kv_cache_management_mode is KVCacheManagementMode.OFFLOAD
+
+
+def test_every_running_request_has_its_token_in_a_step() -> None:
+    assert InferenceConfig(max_tokens=8).request_slots == 8
+    assert InferenceConfig(max_requests=20_000).step_tokens == 20_000
+    with pytest.raises(InvalidConfigError, match="lower max_requests"):
+        InferenceConfig(max_tokens=8, max_requests=9)
+
+
+def test_what_an_engine_does_not_do_is_refused_by_name() -> None:
+    InferenceConfig().require_default("num_speculative_tokens", because="this engine proposes no tokens")
+    config = InferenceConfig(num_speculative_tokens=3)
+    with pytest.raises(InvalidConfigError, match=r"num_speculative_tokens=3: this engine proposes no.*leave it at 0"):
+        config.require_default("max_tokens", "num_speculative_tokens", because="this engine proposes no tokens")
