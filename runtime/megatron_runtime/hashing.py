@@ -44,26 +44,31 @@ def block_hashes(
     """
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: want at least 1")
-    array = np.asarray(tokens, dtype=np.int64)
-    blocks = array[: len(array) // block_size * block_size].reshape(-1, block_size)
     if form is HashForm.SHA256:
-        return _sha256(blocks, salt)
+        return [hash_of_digest(digest) for digest in block_digests(tokens, block_size, salt=salt)]
     if salt:
         raise ValueError("the polynomial form takes no salt: use HashForm.SHA256")
-    return _polynomial(blocks)
+    array = np.asarray(tokens, dtype=np.int64)
+    return _polynomial(array[: len(array) // block_size * block_size].reshape(-1, block_size))
 
 
-def _sha256(blocks: npt.NDArray[np.int64], salt: bytes) -> list[int]:
+def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
+    """The 32-byte digests d(i) of every complete block: what a cache is keyed with, as they have no collisions."""
+    blocks = np.asarray(tokens, dtype="<i8")
+    data = memoryview(np.ascontiguousarray(blocks[: len(blocks) // block_size * block_size]).view(np.uint8))  # type: ignore[arg-type]
     digest = hashlib.sha256(salt).digest() if salt else bytes(32)
-    data = memoryview(np.ascontiguousarray(blocks, dtype="<i8").reshape(-1).view(np.uint8))  # type: ignore[arg-type]
-    width = blocks.shape[1] * 8
-    hashes = []
+    width = block_size * 8
+    digests = []
     for start in range(0, len(data), width):
         chain = hashlib.sha256(digest)
         chain.update(data[start : start + width])
         digest = chain.digest()
-        hashes.append(int.from_bytes(digest[:8], "little") % _SHA_MODULUS + 1)
-    return hashes
+        digests.append(digest)
+    return digests
+
+
+def hash_of_digest(digest: bytes) -> int:
+    return int.from_bytes(digest[:8], "little") % _SHA_MODULUS + 1
 
 
 def _polynomial(blocks: npt.NDArray[np.int64]) -> list[int]:
