@@ -47,6 +47,24 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
+@click.option(
+    "--echo-step-seconds", type=click.FloatRange(min=0), default=0, help="How long a step of the echo executor takes."
+)
+@click.option(
+    "--echo-ranks",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Simulated ranks of the echo executor.",
+)
+@click.option(
+    "--fault",
+    "echo_faults",
+    multiple=True,
+    envvar="MEGATRON_ENGINE_FAULTS",
+    metavar="SPEC",
+    help="What goes wrong in an echo engine, such as fail-verb:verb=PAUSE,rank=1; see engines/faults.py.",
+)
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @log_level
 @readable_errors

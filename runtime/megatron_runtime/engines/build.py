@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor
 from megatron_runtime.engines.executor import Executor
+from megatron_runtime.engines.faults import Faults, FaultyLink, parse_faults
+from megatron_runtime.engines.lifecycle import Ranks
 from megatron_runtime.engines.output_stage import Detokenizer
 from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.simulated_ranks import SimulatedRanks
+from megatron_runtime.peer_link import PeerLink
 
 if TYPE_CHECKING:
     from megatron_runtime.tokenization import Tokenizer
@@ -24,10 +28,16 @@ ECHO_TOKEN_BYTES = 4
 
 @dataclass(frozen=True, slots=True)
 class LoadedEngine:
-    """An engine, and how to read its tokens as text (None: it has no vocabulary)."""
+    """An engine, and how to read its tokens as text (None: it has no vocabulary).
+
+    ranks: who acknowledges a verb beside the engine's thread; None when nobody does.
+    link:  makes its connection to the coordinator.
+    """
 
     engine: DynamicInferenceEngine
     detokenizer: Callable[[], Detokenizer | None]
+    ranks: Ranks | None = None
+    link: Callable[..., PeerLink] = PeerLink
 
 
 def build_engine(settings: EngineSettings) -> LoadedEngine:
@@ -43,16 +53,32 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
         enable_chunked_prefill=settings.chunked_prefill,
     )
     if settings.executor == "echo":
-        return LoadedEngine(DynamicInferenceEngine(_echo(settings), config), lambda: None)
+        return _echo_engine(settings, config)
+    if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
+        raise ValueError(
+            f"executor {settings.executor!r} takes no faults, simulated ranks or step time: "
+            "leave --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds out, or use --executor echo"
+        )
     return LoadedEngine(DynamicInferenceEngine(_torch(settings), config), _detokenizer_of(settings.model))
 
 
-def _echo(settings: EngineSettings) -> Executor:
+def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEngine:
+    faults = parse_faults(settings.echo_faults)
+    return LoadedEngine(
+        DynamicInferenceEngine(_echo(settings, faults), config),
+        lambda: None,
+        ranks=SimulatedRanks(settings.echo_ranks, faults),
+        link=partial(FaultyLink, faults=faults) if faults.concern_the_link else PeerLink,
+    )
+
+
+def _echo(settings: EngineSettings, faults: Faults) -> Executor:
     return EchoExecutor(
         max_sequence_length=settings.max_sequence_length or 4096,
         page_size=ECHO_PAGE_SIZE,
         num_pages=1 + max(1, settings.kv_cache_memory // (ECHO_PAGE_SIZE * ECHO_TOKEN_BYTES)),
         step_seconds=settings.echo_step_seconds,
+        faults=faults,
     )
 
 

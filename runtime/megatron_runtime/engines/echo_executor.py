@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from megatron_runtime.engines.executor import StepPlan, StepResult
+from megatron_runtime.engines.faults import FailStep, Faults, InjectedFaultError, SlowStep
 
 
 def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> int:
@@ -33,6 +34,7 @@ class EchoExecutor:
     """Implements Executor.
 
     step_seconds: how long a step takes, to stand in for arithmetic.
+    faults:       steps that fail or are slow.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class EchoExecutor:
         page_size: int = 16,
         num_pages: int = 4097,
         step_seconds: float = 0.0,
+        faults: Faults | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.eos_ids: tuple[int, ...] = (0,)
@@ -50,6 +53,8 @@ class EchoExecutor:
         self.page_size = page_size
         self.num_pages = num_pages
         self._step_seconds = step_seconds
+        self._faults = faults or Faults()
+        self._steps = 0
         self._cache: np.ndarray | None = None
 
     def load(self) -> None:
@@ -61,8 +66,7 @@ class EchoExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         if self._cache is None:
             raise RuntimeError("execute() before load()")
-        if self._step_seconds:
-            time.sleep(self._step_seconds)
+        self._take_time()
         self._cache[plan.slot_mapping] = plan.token_ids
         tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
         offsets = np.arange(self.page_size)
@@ -72,3 +76,13 @@ class EchoExecutor:
             slots = (pages[:, None] * self.page_size + offsets).ravel()[:length]
             tokens[row] = echo_token(self._cache[slots], self.vocab_size)
         return StepResult(tokens, np.zeros(len(tokens), np.float32) if plan.wants_log_probs.any() else None)
+
+    def _take_time(self) -> None:
+        """Stand in for arithmetic, with the faults of this step."""
+        self._steps += 1
+        seconds = self._step_seconds
+        seconds += sum(fault.seconds for fault in self._faults.of(SlowStep) if self._steps % fault.every == 0)
+        if seconds:
+            time.sleep(seconds)
+        if any(fault.at == self._steps for fault in self._faults.of(FailStep)):
+            raise InjectedFaultError(f"step {self._steps} fails as told")

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from typing import Protocol
 
 from megatron_runtime.engines.engine_thread import EngineThread
 from megatron_runtime.wire.headers import SIGNALS, Header
@@ -47,17 +48,35 @@ PATHS: dict[tuple[EngineState, CoordinatorState], tuple[Header, ...]] = {
 """What an engine does on joining a coordinator whose state is another."""
 
 
+class Ranks(Protocol):
+    """The ranks of an engine, beside the thread that schedules."""
+
+    count: int
+
+    async def confirm(self, control: Control) -> None:
+        """Return when every rank has done the work of `control`. Raises, naming the rank, when one failed."""
+
+
+class SingleRank:
+    """Implements Ranks: the engine's thread is the only one."""
+
+    count = 1
+
+    async def confirm(self, control: Control) -> None:
+        """The thread has done all there is."""
+
+
 class Lifecycle:
     """State, epoch and fence of one engine. Not thread-safe: used from the event loop, one control message at a time.
 
     acted: how often each signal did its work; a repeated operation id does not count.
     """
 
-    def __init__(self, thread: EngineThread, *, ranks: int = 1) -> None:
+    def __init__(self, thread: EngineThread, *, ranks: Ranks | None = None) -> None:
         self.state = EngineState.PAUSED
         self.epoch = 0
         self.fence = 0
-        self.ranks = ranks
+        self._ranks = ranks or SingleRank()
         self.acted: dict[Header, int] = {}
         self.stopped = asyncio.Event()
         self._thread = thread
@@ -67,13 +86,24 @@ class Lifecycle:
             Header.SUSPEND: self._suspend,
             Header.RESUME: self._resume,
         }
+        self._undo: dict[Header, Callable[[], Awaitable[None]]] = {
+            Header.PAUSE: thread.unpause,
+            Header.SUSPEND: self._resume,
+            Header.RESUME: self._suspend,
+        }
+
+    @property
+    def ranks(self) -> int:
+        return self._ranks.count
 
     @property
     def settled_state(self) -> EngineState:
         return SETTLED.get(self.state, self.state)
 
     async def handle(self, control: Control) -> ControlAck:
-        """Do the work of `control` and return the acknowledgement. Never raises: a failure is an answer."""
+        """Do the work of `control` and return the acknowledgement. A failure is undone, and is an answer; only a
+        failure of the undoing is raised.
+        """
         operation_id = control.operation_id or ""
         known = self._answers.get(operation_id)
         if known is not None:
@@ -102,12 +132,18 @@ class Lifecycle:
             return None
         self.state = TRANSITIONS[kind].passing
         self.acted[kind] = self.acted.get(kind, 0) + 1
+        done = False
         try:
             work = self._work.get(kind)
             if work is not None:
                 await work()
+            done = True
+            await self._ranks.confirm(control)
         except Exception as error:
             logger.exception("%s failed", kind.name)
+            undo = self._undo.get(kind) if done else None
+            if undo is not None:
+                await undo()
             self.state = state
             return f"{kind.name} failed: {error}"
         return None

@@ -28,6 +28,8 @@ class EngineSettings:
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
     threads:           torch threads; None leaves torch's choice.
     echo_step_seconds: how long a step of the echo executor takes.
+    echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
+    echo_faults:       what goes wrong in an echo engine; see faults.py.
     drain_seconds:     after SIGTERM, time to finish what is in flight before it is handed over.
     """
 
@@ -48,4 +50,6 @@ class EngineSettings:
     keys_dir: Path | None = None
     threads: int | None = None
     echo_step_seconds: float = 0.0
+    echo_ranks: int = 1
+    echo_faults: tuple[str, ...] = ()
     drain_seconds: float = 60.0

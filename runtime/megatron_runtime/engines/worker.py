@@ -20,7 +20,7 @@ from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.health import HealthServer
-from megatron_runtime.peer_link import PeerLink, coordinator_address
+from megatron_runtime.peer_link import coordinator_address
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -57,14 +57,14 @@ class EngineWorker:
         self._settings = settings
         self._loaded = loaded
         self._thread = EngineThread(loaded.engine, on_step=self._on_step, on_failure=self._on_failure)
-        self._lifecycle = Lifecycle(self._thread)
+        self._lifecycle = Lifecycle(self._thread, ranks=loaded.ranks)
         self._serving = False
         self._leaving = False
         self._weights_wanted = True
         self._coordinator_state: CoordinatorState | None = None
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
-        self._link = PeerLink(
+        self._link = loaded.link(
             coordinator_address(settings.coordinator),
             keys=keys,
             hello=self._hello,

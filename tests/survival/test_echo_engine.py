@@ -1,0 +1,204 @@
+"""An echo engine does what it is told to get wrong, and nothing else of it changes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+from megatron_runtime.control_link import ControlLink, ControlRefusedError
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.engines.faults import DropHeartbeats, FailVerb, InvalidFaultError, StallVerb, parse_faults
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Header, Role
+
+TIMING = Timing(heartbeat=0.05, suspect=0.5, dead=1.0, client_dead=5.0, recovery=0.0)
+
+
+class Stage:
+    """A coordinator and echo engines in this process, real sockets between them."""
+
+    def __init__(self) -> None:
+        self.coordinator = Coordinator(
+            CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
+        )
+        self.coordinator.start()
+        self.runs: list[asyncio.Task[None]] = []
+        self.workers: dict[str, EngineWorker] = {}
+
+    def engine(self, name: str, *, faults: tuple[str, ...] = (), ranks: int = 1) -> EngineWorker:
+        settings = EngineSettings(
+            coordinator=self.coordinator.transport.addresses[Role.ENGINE],
+            name=name,
+            executor="echo",
+            echo_faults=faults,
+            echo_ranks=ranks,
+            kv_cache_memory=1 << 20,
+        )
+        worker = self.workers[name] = EngineWorker(settings, build_engine(settings))
+        self.runs.append(asyncio.create_task(worker.run()))
+        return worker
+
+    async def link(self) -> ControlLink:
+        self.admin = ControlLink(self.coordinator.transport.addresses[Role.ADMIN])
+        await self.admin.start()
+        return self.admin
+
+    async def control(self, kind: Header, operation_id: str, *, timeout_seconds: float = 20.0):
+        return await self.admin.control(kind, operation_id=operation_id, fence=1, timeout_seconds=timeout_seconds)
+
+    async def close(self) -> None:
+        for worker in self.workers.values():
+            worker.ended.set()
+        await asyncio.gather(*self.runs)
+        self.admin.close()
+        self.coordinator.stop()
+
+
+@pytest.fixture
+async def stage() -> AsyncIterator[Stage]:
+    stage = Stage()
+    await stage.link()
+    yield stage
+    await stage.close()
+
+
+@pytest.fixture
+async def client(stage: Stage) -> AsyncIterator[InferenceClient]:
+    client = InferenceClient(stage.coordinator.transport.addresses[Role.CLIENT], deserialize=False)
+    await client.start()
+    yield client
+    client.stop()
+
+
+@pytest.fixture
+def params() -> Callable[[int], SamplingParams]:
+    return lambda tokens: SamplingParams(num_tokens_to_generate=tokens)
+
+
+def test_faults_are_read_and_what_is_none_is_refused() -> None:
+    faults = parse_faults(["fail-verb:verb=PAUSE,rank=1", "stall-verb:verb=STOP,seconds=2", "drop-heartbeats:after=3"])
+    assert [(fault.verb, fault.rank, fault.times) for fault in faults.of(FailVerb)] == [("PAUSE", 1, 1)]
+    assert [fault.seconds for fault in faults.of(StallVerb)] == [2.0]
+    assert [fault.after for fault in faults.of(DropHeartbeats)] == [3]
+    for spec, names in (
+        ("burn", "name"),
+        ("fail-step", "at"),
+        ("fail-step:at=0", "at"),
+        ("fail-verb:verb=DANCE", "verb"),
+        ("slow-step:seconds=1,often=2", "often"),
+        ("slow-step:seconds", "key=value"),
+    ):
+        with pytest.raises(InvalidFaultError, match=names) as caught:
+            parse_faults([spec])
+        assert spec in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options", [{"echo_faults": ("ignore-aborts",)}, {"echo_ranks": 2}, {"echo_step_seconds": 0.1}], ids=str
+)
+def test_a_real_executor_takes_no_faults(options) -> None:
+    with pytest.raises(ValueError, match="--executor echo"):
+        build_engine(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
+
+
+def test_a_fault_of_a_rank_that_is_not_there_is_refused() -> None:
+    faults = ("fail-verb:verb=PAUSE,rank=2",)
+    with pytest.raises(ValueError, match="rank 2 of 2"):
+        build_engine(
+            EngineSettings(coordinator="tcp://h:1", name="e", executor="echo", echo_ranks=2, echo_faults=faults)
+        )
+
+
+async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
+    workers = [stage.engine("three", ranks=3), stage.engine("two", ranks=2)]
+    await stage.coordinator.wait_for_engines(2)
+    for kind in (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE):
+        ack = await stage.control(kind, kind.name)
+        assert (ack.ranks, ack.total_ranks) == (5, 5)
+    for worker in workers:
+        ranks = worker._loaded.ranks
+        joined = 1  # an engine that joins unpauses by itself
+        expected = {Header.PAUSE: 1, Header.SUSPEND: 1, Header.RESUME: 1, Header.UNPAUSE: 1 + joined}
+        assert ranks.acted == [expected] * ranks.count
+
+
+async def test_an_engine_one_of_whose_ranks_fails_is_evicted_named_and_comes_back(stage, client, params) -> None:
+    stage.engine("whole", ranks=2)
+    stage.engine("broken", ranks=2, faults=("fail-verb:verb=PAUSE,rank=1",))
+    await stage.coordinator.wait_for_engines(2)
+    ack = await stage.control(Header.PAUSE, "p")
+    assert (ack.evicted, ack.ranks, ack.total_ranks) == (["broken"], 2, 4)
+    assert "rank 1: PAUSE" in ack.engines["broken"].error
+    await stage.coordinator.wait_for_engines(2)
+    ack = await stage.control(Header.UNPAUSE, "u")
+    assert (ack.evicted, ack.ranks) == ([], 4)
+    answers = await asyncio.gather(*(client.add_request([n], params(5)) for n in range(1, 9)))
+    assert [answer["generated_tokens"] for answer in answers] == [echo_answer([n], 5) for n in range(1, 9)]
+
+
+@pytest.mark.parametrize("verb", ["PAUSE", "SUSPEND", "RESUME"])
+async def test_a_verb_that_the_only_engine_fails_is_undone_and_work_goes_on(stage, client, params, verb) -> None:
+    stage.engine("only", faults=(f"fail-verb:verb={verb}",))
+    await stage.coordinator.wait_for_engines(1)
+    path = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE]
+    for kind in path:
+        if kind.name == verb:
+            with pytest.raises(ControlRefusedError, match=f"{verb} fails as told"):
+                await stage.control(kind, f"first {kind.name}")
+            await stage.coordinator.wait_for_engines(1)
+            if verb == "PAUSE":
+                assert (await client.add_request([5], params(4)))["generated_tokens"] == echo_answer([5], 4)
+        assert (await stage.control(kind, kind.name)).ranks == 1
+    assert (await client.add_request([7], params(6)))["generated_tokens"] == echo_answer([7], 6)
+
+
+async def test_a_stalled_rank_costs_its_engine_the_place_and_nobody_else(stage, client, params) -> None:
+    stage.engine("whole")
+    stage.engine("stalled", ranks=2, faults=("stall-verb:verb=PAUSE,rank=1,seconds=2",))
+    await stage.coordinator.wait_for_engines(2)
+    ack = await stage.control(Header.PAUSE, "p", timeout_seconds=0.5)
+    assert ack.evicted == ["stalled"]
+    await stage.control(Header.UNPAUSE, "u", timeout_seconds=5)
+    assert (await client.add_request([7], params(6)))["generated_tokens"] == echo_answer([7], 6)
+
+
+async def test_a_step_that_fails_ends_the_engine_and_another_finishes_its_requests(stage, client, params) -> None:
+    failing = stage.engine("failing", faults=("fail-step:at=20",))
+    await stage.coordinator.wait_for_engines(1)
+    streams = [client.add_request_streaming([n], params(40)) for n in range(1, 9)]
+    await asyncio.wait_for(failing.ended.wait(), 20)
+    assert str(failing.failure) == "step 20 fails as told"
+    stage.engine("healthy")
+    for number, stream in enumerate(streams, start=1):
+        final = [item async for item in stream][-1]["final"]
+        assert final["generated_tokens"] == echo_answer([number], 40)
+
+
+async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) -> None:
+    stage.engine("mute", faults=("drop-heartbeats:after=3,count=60",))
+    await stage.coordinator.wait_for_engines(1)
+    coordinator = stage.coordinator
+    async with asyncio.timeout(20):
+        while coordinator.counters.engines_lost == 0:  # noqa: ASYNC110 - a counter has no event
+            await asyncio.sleep(0.02)
+    assert len(coordinator.engines) == 0
+    await asyncio.wait_for(coordinator.wait_for_engines(1), 20)
+
+
+async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, params) -> None:
+    worker = stage.engine("deaf", faults=("ignore-aborts", "slow-step:seconds=0.002"))
+    await stage.coordinator.wait_for_engines(1)
+    stream = client.add_request_streaming([3], params(200))
+    await anext(stream)
+    client.abort_request(stream.request_id)
+    assert (await client.add_request([4], params(300)))["generated_tokens"] == echo_answer([4], 300)
+    async with asyncio.timeout(20):
+        while worker._outputs.open:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    assert stage.coordinator.counters.stale > 0
