@@ -1,0 +1,221 @@
+"""The prefix cache against its rules, and against a model of it under random use."""
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
+
+from megatron_runtime.config import PrefixCachingEvictionPolicy
+from megatron_runtime.contexts.block_allocator import BlockAllocator
+from megatron_runtime.contexts.prefix_cache import PrefixCache
+
+LRU = PrefixCachingEvictionPolicy.LRU
+REF_ZERO = PrefixCachingEvictionPolicy.REF_ZERO
+
+
+def make(pages: int = 9, policy: PrefixCachingEvictionPolicy = LRU, *, pages_per_block: int = 1) -> PrefixCache:
+    return PrefixCache(BlockAllocator(pages), policy, pages_per_block=pages_per_block)
+
+
+def fill(cache: PrefixCache, *keys: bytes) -> np.ndarray:
+    """Compute and register a chain of blocks, as one request does. Returns the pages it holds."""
+    found = cache.find(keys)
+    held = [cache.pin(found)]
+    parent = found[-1] if found else None
+    for key in keys[len(found) :]:
+        pages = cache.allocate(cache.pages_per_block)
+        assert pages is not None
+        parent = cache.register(key, pages, parent)
+        held.append(pages)
+    return np.concatenate(held)
+
+
+def test_the_chain_breaks_at_the_first_miss() -> None:
+    cache = make()
+    fill(cache, b"a", b"b")
+    assert [block.key for block in cache.find([b"a", b"b", b"c"])] == [b"a", b"b"]
+    assert [block.key for block in cache.find([b"a", b"x", b"b"])] == [b"a"]
+    assert cache.find([b"b"]) != []  # keys are digests of the whole prefix: a caller never asks for b alone
+
+
+def test_ref_zero_forgets_at_once_and_lru_keeps() -> None:
+    for policy, kept in ((REF_ZERO, 0), (LRU, 2)):
+        cache = make(policy=policy)
+        held = fill(cache, b"a", b"b")
+        cache.release(held)
+        assert len(cache) == kept
+        assert cache.allocator.num_held == 0
+        assert cache.num_available() == 8
+        cache.check_integrity()
+        cache.allocator.check_integrity(np.empty(0, np.int32))
+        assert sorted(cache.take_events().evicted) == ([b"a", b"b"] if policy is REF_ZERO else [])
+
+
+def test_lru_evicts_the_oldest_leaf_and_never_a_block_before_its_continuation() -> None:
+    cache = make(pages=5)
+    old = fill(cache, b"a", b"b")
+    new = fill(cache, b"x", b"y")
+    cache.release(old)
+    cache.release(new)
+    cache.take_events()
+    order = []
+    for _ in range(4):
+        assert cache.allocate(1) is not None
+        order += cache.take_events().evicted
+        cache.check_integrity()
+    assert order == [b"b", b"a", b"y", b"x"]
+
+
+def test_leaves_of_one_age_go_in_the_order_of_their_ids() -> None:
+    cache = make(pages=4)
+    held = np.concatenate([fill(cache, key) for key in (b"a", b"b", b"c")])
+    ids = {key: cache.find([key])[0].id for key in (b"a", b"b", b"c")}
+    cache.release(held)
+    assert cache.allocate(3) is not None
+    assert cache.take_events().evicted == sorted(ids, key=lambda key: ids[key])
+
+
+def test_a_held_block_is_never_evicted_and_too_few_pages_touch_nothing() -> None:
+    cache = make(pages=5)
+    held = fill(cache, b"a", b"b")
+    cache.release(fill(cache, b"x"))
+    cache.take_events()
+    assert cache.allocate(3) is None
+    assert len(cache) == 3
+    assert not cache.take_events()
+    assert cache.allocate(2) is not None
+    assert cache.take_events().evicted == [b"x"]
+    assert [block.key for block in cache.find([b"a", b"b"])] == [b"a", b"b"]
+    cache.release(held)
+
+
+def test_a_block_used_again_is_younger() -> None:
+    cache = make(pages=3)
+    for key in (b"a", b"b"):
+        cache.release(fill(cache, key))
+    cache.release(cache.pin(cache.find([b"a"])))
+    assert cache.allocate(1) is not None
+    assert cache.take_events().evicted == [b"b"]
+
+
+def test_the_same_key_again_changes_nothing_and_another_key_on_a_live_block_is_an_error() -> None:
+    cache = make()
+    pages = fill(cache, b"a")
+    other = cache.allocate(1)
+    assert other is not None
+    assert cache.register(b"a", pages, None) is cache.find([b"a"])[0]
+    assert cache.register(b"a", other, None) is None
+    assert cache.take_events().stored == [b"a"]
+    with pytest.raises(AssertionError, match="cannot hold another"):
+        cache.register(b"z", pages, None)
+
+
+def test_what_is_available_leaves_out_what_the_same_request_is_about_to_pin() -> None:
+    cache = make(pages=9, pages_per_block=2)
+    cache.release(fill(cache, b"a", b"b"))
+    matched = cache.find([b"a", b"b"])
+    assert cache.num_available() == 8
+    assert cache.num_available(matched) == 4
+    cache.pin(matched[:1])
+    assert cache.num_available(matched) == 4
+    cache.pin(matched[1:])
+    assert cache.num_available(matched) == 4
+
+
+def test_usage_counts_a_shared_block_once() -> None:
+    cache = make(pages_per_block=2)
+    fill(cache, b"a")
+    cache.pin(cache.find([b"a"]))
+    assert cache.allocator.num_held == 2
+
+
+def test_clear_forgets_everything_and_frees_what_nobody_holds() -> None:
+    cache = make()
+    held = fill(cache, b"a", b"b")
+    cache.release(fill(cache, b"x"))
+    cache.take_events()
+    cache.clear()
+    events = cache.take_events()
+    assert events.cleared
+    assert not events.evicted
+    assert not cache.find([b"a"])
+    cache.allocator.check_integrity(held)
+    assert cache.allocator.num_idle == 0
+    cache.release(held)
+    assert cache.allocator.num_free == 8
+
+
+def test_stored_is_said_once() -> None:
+    cache = make()
+    fill(cache, b"a")
+    assert cache.take_events().stored == [b"a"]
+    assert not cache.take_events()
+
+
+class Machine(RuleBasedStateMachine):
+    """Requests come with chains from a small tree of prefixes, and go in any order."""
+
+    requests = Bundle("requests")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cache = self.fresh()
+        self.held: dict[int, np.ndarray] = {}
+        self.findable: Counter[bytes] = Counter()
+
+    def fresh(self) -> PrefixCache:
+        return make(pages=14, pages_per_block=2)
+
+    @rule(target=requests, path=st.lists(st.sampled_from(b"ab"), min_size=1, max_size=4), tail=st.integers(0, 2))
+    def admit(self, path: list[int], tail: int) -> int:
+        keys = [bytes(path[: depth + 1]) for depth in range(len(path))]
+        matched = self.cache.find(keys)
+        needed = 2 * (len(keys) - len(matched)) + tail
+        fits = needed <= self.cache.num_available(matched)
+        pages = self.cache.pin(matched)
+        new = self.cache.allocate(needed)
+        assert (new is not None) is fits
+        number = len(self.held) and max(self.held) + 1
+        if new is None:
+            self.cache.release(pages)
+            self.held[number] = np.empty(0, np.int32)
+            return number
+        parent = matched[-1] if matched else None
+        for index, key in enumerate(keys[len(matched) :]):
+            parent = self.cache.register(key, new[2 * index : 2 * index + 2], parent)
+            assert parent is not None
+        self.held[number] = np.concatenate([pages, new])
+        return number
+
+    @rule(request=requests)
+    def finish(self, request: int) -> None:
+        self.cache.release(self.held[request])
+        self.held[request] = np.empty(0, np.int32)
+
+    @rule()
+    def clear(self) -> None:
+        self.cache.clear()
+
+    @invariant()
+    def books_agree_and_events_tell_what_is_findable(self) -> None:
+        self.cache.check_integrity()
+        self.cache.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *self.held.values()]))
+        events = self.cache.take_events()
+        if events.cleared:
+            self.findable.clear()
+        self.findable.update(events.stored)
+        self.findable.subtract(events.evicted)
+        assert {key for key, count in self.findable.items() if count} == set(self.cache._by_key)
+
+
+class RefZeroMachine(Machine):
+    def fresh(self) -> PrefixCache:
+        return make(pages=14, policy=REF_ZERO, pages_per_block=2)
+
+
+TestLru = Machine.TestCase
+TestRefZero = RefZeroMachine.TestCase
+TestLru.settings = TestRefZero.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
