@@ -17,6 +17,7 @@ from megatron_runtime.wire.messages import (
     EngineOutcome,
     EngineStatus,
     Error,
+    EvictedBlocks,
     Final,
     Frames,
     Heartbeat,
@@ -38,6 +39,7 @@ UID = bytes(range(16))
 _META = RequestMeta(streaming=True, seed=7, deadline_ms=30000)
 _PROMPT, _NONE, _GENERATED = tokens_to_bytes([1, 2, 3]), b"", tokens_to_bytes([4])
 _PARAMS = pack({"temperature": 0.0, "num_tokens_to_generate": 16})
+_EXTRAS = pack({UID: {"log_probs": [-0.5], "top_n_logprobs": [[[5, -0.5], [9, -1.0]]]}})
 _PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_generate": 16}
 
 
@@ -56,7 +58,7 @@ class _EmptyFrame:
         return [b""]
 
 
-Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | _PlainFrames | _EmptyFrame
+Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | EvictedBlocks | _PlainFrames | _EmptyFrame
 
 
 def _control(kind: Header, **fields: object) -> Control:
@@ -120,10 +122,13 @@ VECTORS: dict[str, Vector] = {
         operations=[Operation(operation_id="op-1", signal=Header.PAUSE, phase="Confirmed", ranks=1, total_ranks=1)],
     ),
     "ERROR": Error(code=ErrorCode.QUEUE_FULL, message="queue full", uid=UID, retry_after_seconds=1.0),
+    "EVICTED_BLOCKS": EvictedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
+    "EVICTED_BLOCKS, all": EvictedBlocks(cleared=True),
     "UPDATE_WEIGHTS": _control(Header.UPDATE_WEIGHTS, epoch=8, source="/models/8"),
     "DRAIN": _control(Header.DRAIN, engine="demo-engine-0"),
     "DISPATCH": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS),
     "PARTIAL": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6])),
+    "PARTIAL, with log-probs": Partial(1, [PartialEntry(UID, 5, 1, 1)], tokens_to_bytes([5]), _EXTRAS),
     "FINAL": Final(5, UID, tokens_to_bytes([4, 5, 6]), pack({"status": "COMPLETED", "finish_reason": "stop"})),
     "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
 }

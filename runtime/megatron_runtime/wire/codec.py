@@ -1,0 +1,39 @@
+"""What every message is made of: msgpack frames and token ids as little-endian int32."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+Frames: TypeAlias = list[bytes]
+Tokens: TypeAlias = npt.NDArray[np.int32]
+
+
+class MalformedMessageError(ValueError):
+    """The frames are not a message of this protocol. The message says what is wrong and where."""
+
+
+def pack(value: Any) -> bytes:
+    return msgpack.packb(value, use_bin_type=True)
+
+
+def unpack(data: bytes) -> Any:
+    try:
+        return msgpack.unpackb(data, raw=False, strict_map_key=False)
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError) as error:
+        raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack: {error}") from error
+
+
+def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
+    """Token ids, shape [n], as little-endian int32."""
+    return np.asarray(tokens, dtype="<i4").tobytes()
+
+
+def tokens_from_bytes(data: bytes) -> Tokens:
+    if len(data) % 4:
+        raise MalformedMessageError(f"token frame of {len(data)} bytes: want a multiple of 4 (int32)")
+    return np.frombuffer(data, dtype="<i4")

@@ -1,0 +1,248 @@
+"""Messages that travel as one frame, `[header, map]`: registration, liveness, verbs, STATUS, ERROR.
+
+Read by name and validated here; unknown keys are ignored.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_runtime.wire import limits
+from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack
+from megatron_runtime.wire.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
+from megatron_runtime.wire.states import CoordinatorState, EngineState
+
+U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Name = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
+OperationId = Annotated[str, Field(min_length=1, max_length=limits.MAX_OPERATION_ID_BYTES)]
+
+
+class ControlMessage(BaseModel):
+    """Base of the messages that travel as `[header, map]`. Unknown keys are ignored: a newer peer may add some."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    header: ClassVar[Header]
+
+    def to_frames(self) -> Frames:
+        return [pack([int(self.header), self.model_dump(exclude_none=True)])]
+
+
+class Hello(ControlMessage):
+    """A peer introduces itself, or an engine says that it is now loaded (`serving`). Answered by HELLO_ACK."""
+
+    header = Header.HELLO
+    role: Role
+    name: Name
+    """Stable identity: the same after a restart."""
+    incarnation: U64
+    """Random, new at each start of the process and each reopening of its socket."""
+    version: int = PROTOCOL_VERSION
+    serving: bool = False
+    """Engines: weights are loaded, or the engine waits SUSPENDED; it takes part in verbs from here on."""
+    state: EngineState | None = None
+    epoch: int = 0
+    fence: int = 0
+    """The highest fence this engine has been told; a recovering coordinator takes the highest of all."""
+    ranks: int = 1
+    revision: str = ""
+    max_requests: int = 0
+    max_sequence_length: int = 0
+    block_size_tokens: int = 0
+    source: str | None = None
+    """Where the weights in use came from, when an UPDATE_WEIGHTS named it; a recovering coordinator learns it here."""
+
+
+class HelloAck(ControlMessage):
+    """The coordinator's answer to HELLO: the state and epoch an engine enters before it serves."""
+
+    header = Header.HELLO_ACK
+    incarnation: U64
+    version: int = PROTOCOL_VERSION
+    state: CoordinatorState
+    epoch: int = 0
+    fence: int = 0
+    route: U32 = 0
+    """Clients: the number by which engines group partials."""
+    heartbeat_seconds: float = limits.HEARTBEAT_SECONDS
+    max_message_bytes: int = limits.MAX_CLIENT_MESSAGE_BYTES
+    """What the peer may send at most, all frames of a message together."""
+    source: str | None = None
+    """Engines: the weights of `epoch`, to be loaded in place of those configured; None when none were ever updated."""
+
+
+class Heartbeat(ControlMessage):
+    """Both ways. From an engine: its load; from a coordinator: its incarnation, so that a new one is noticed."""
+
+    header = Header.HEARTBEAT
+    incarnation: U64
+    state: EngineState | CoordinatorState | None = None
+    running: int = 0
+    waiting: int = 0
+    steps: int = 0
+    """Engine steps so far: unchanged while `running` > 0 means that it is stuck."""
+    busy_for: float = 0.0
+    """Seconds for which silence is expected (load, capture, compile)."""
+
+
+class Control(ControlMessage):
+    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS or DRAIN.
+
+    The same operation id never acts twice: it joins the running operation or gets the answer given before.
+    """
+
+    operation_id: OperationId | None = None
+    fence: int | None = None
+    timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
+    expected_engines: int | None = None
+    """Refuse (ENGINES_MISSING) if fewer engines are registered: none must not pass for all."""
+    engine: str | None = None
+    """DRAIN: the name of one engine; None means all."""
+    epoch: int | None = None
+    """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
+    source: str | None = None
+    """UPDATE_WEIGHTS: where the new weights are."""
+
+    kind: Header = Header.PAUSE
+    """Which control message this is; travels as the header, not in the map."""
+
+    def to_frames(self) -> Frames:
+        body = self.model_dump(exclude_none=True, exclude={"kind", "epoch"})
+        if self.kind is Header.SET_GENERATION_EPOCH:
+            return [pack([int(self.kind), self.epoch, body])]
+        if self.epoch is not None:
+            body["epoch"] = self.epoch
+        return [pack([int(self.kind), body])]
+
+
+class EngineOutcome(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    ok: bool
+    ranks: int = 0
+    error: str | None = None
+
+
+class ControlAck(ControlMessage):
+    """Engine to coordinator: the work of a control message is done (or failed). Coordinator to sender: the outcome."""
+
+    header = Header.CONTROL_ACK
+    operation_id: OperationId
+    ok: bool
+    state: EngineState | CoordinatorState
+    ranks: int = 0
+    """Engine: its ranks that confirmed. Coordinator: all that did."""
+    total_ranks: int = 0
+    engines: dict[str, EngineOutcome] = Field(default_factory=dict)
+    evicted: list[str] = Field(default_factory=list)
+    """Engines that failed or missed the deadline and were removed; the rest committed."""
+    code: int | None = None
+    error: str | None = None
+    fence: int | None = None
+    """The highest fence seen, in a STALE_FENCE refusal."""
+
+
+class ControlCommit(ControlMessage):
+    """Coordinator to engines: all acknowledged; enter `state`."""
+
+    header = Header.CONTROL_COMMIT
+    operation_id: OperationId
+    signal: Header
+    state: EngineState | None = None
+    epoch: int | None = None
+
+
+class Status(ControlMessage):
+    header = Header.STATUS
+
+
+class EngineStatus(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    name: str
+    state: EngineState
+    serving: bool = False
+    epoch: int = 0
+    ranks: int = 1
+    revision: str = ""
+    in_flight: int = 0
+    silent_seconds: float = 0.0
+    plain: bool = False
+    draining: bool = False
+
+
+class Operation(BaseModel):
+    """One control operation as the coordinator remembers it."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    operation_id: str
+    signal: Header
+    phase: Literal["InProgress", "Confirmed", "Failed"]
+    ranks: int = 0
+    total_ranks: int = 0
+    evicted: list[str] = Field(default_factory=list)
+    code: int | None = None
+    error: str | None = None
+
+
+class StatusReply(ControlMessage):
+    header = Header.STATUS_REPLY
+    incarnation: U64
+    state: CoordinatorState
+    epoch: int = 0
+    fence: int = 0
+    queued: int = 0
+    in_flight: int = 0
+    engines: list[EngineStatus] = Field(default_factory=list)
+    operations: list[Operation] = Field(default_factory=list)
+    """The last ones, oldest first."""
+    rejected_frames: int = 0
+
+
+class Error(ControlMessage):
+    """A refusal. With a `uid` it is the final answer to that request."""
+
+    header = Header.ERROR
+    code: ErrorCode
+    message: str
+    uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
+    retry_after_seconds: float | None = None
+    incarnation: U64 | None = None
+
+
+class Disconnect(ControlMessage):
+    """The peer leaves. What it had is handed over at once."""
+
+    header = Header.DISCONNECT
+    reason: str = ""
+
+
+_KINDS: dict[int, type[ControlMessage]] = {
+    int(kind.header): kind
+    for kind in (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect)
+}
+_VERBS = frozenset(int(header) for header in CONTROLS)
+HEADERS = frozenset(_KINDS) | _VERBS
+"""Headers of the messages that `decode_control` reads."""
+
+
+def decode_control(number: int, items: list[Any]) -> ControlMessage:
+    """The message of a decoded frame whose header is in HEADERS. Raises MalformedMessageError."""
+    body: Any = items[1] if len(items) > 1 else {}
+    extra: dict[str, Any] = {}
+    kind = _KINDS.get(number, Control)
+    if kind is Control:
+        extra["kind"] = number
+        if number == Header.SET_GENERATION_EPOCH:
+            extra["epoch"] = body
+            body = items[2] if len(items) > 2 else {}
+            if type(extra["epoch"]) is not int:
+                raise MalformedMessageError(f"SET_GENERATION_EPOCH {extra['epoch']!r:.80}: want an integer epoch")
+    if not isinstance(body, dict):
+        raise MalformedMessageError(f"body of header {number} is {type(body).__name__}: want a map")
+    try:
+        return kind.model_validate({**body, **extra})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(str(part) for part in first["loc"])
+        raise MalformedMessageError(f"header {number}, field {field}: {first['msg']}") from error
