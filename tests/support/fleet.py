@@ -1,0 +1,241 @@
+"""A coordinator, engines and clients as processes of their own, with keys, to be killed, frozen and replaced."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+import urllib.request
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import StatusReply
+from megatron_runtime.wire.security import PeerKeys, generate_key_files
+
+COORDINATOR_MODULE = "megatron_runtime.cli"
+
+
+def free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for reserved in sockets:
+            reserved.bind(("127.0.0.1", 0))
+        return [reserved.getsockname()[1] for reserved in sockets]
+
+
+@dataclass
+class Process:
+    """One `megatron` process and the port of its probes."""
+
+    process: asyncio.subprocess.Process
+    health_port: int
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    async def kill(self) -> None:
+        self.process.kill()
+        await self.process.wait()
+
+    def freeze(self) -> None:
+        self.process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        self.process.send_signal(signal.SIGCONT)
+
+    async def metrics(self) -> dict[str, float]:
+        """Every sample, by name; samples with labels as `name{value,…}`."""
+
+        def get() -> str:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/metrics", timeout=30) as answer:
+                return answer.read().decode()
+
+        samples = {}
+        for family in text_string_to_metric_families(await asyncio.to_thread(get)):
+            for sample in family.samples:
+                labels = "{" + ",".join(sample.labels.values()) + "}" if sample.labels else ""
+                samples[sample.name + labels] = sample.value
+        return samples
+
+
+class Fleet:
+    """Starts `megatron` subcommands on this machine, CURVE on. Whatever still runs at close() is killed."""
+
+    def __init__(self, directory: Path) -> None:
+        self.keys_dir = directory / "keys"
+        self.keys_dir.mkdir()
+        for name, text in generate_key_files().items():
+            (self.keys_dir / name).write_text(text)
+        self.client_port, self.engine_port, self.admin_port, self._health_port = free_ports(4)
+        self.engines: dict[str, Process] = {}
+        self._processes: list[Process] = []
+        self._closers = contextlib.ExitStack()
+
+    async def coordinator(self, *arguments: str) -> Process:
+        ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
+        options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
+        return await self._start("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
+
+    async def engine(self, name: str, *arguments: str) -> Process:
+        """An echo engine, unless `arguments` name another executor."""
+        (health_port,) = free_ports(1)
+        executor = () if "--executor" in arguments else ("--executor", "echo")
+        options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *executor)
+        self.engines[name] = await self._start("engine", health_port, *options, *arguments)
+        return self.engines[name]
+
+    async def _start(self, command: str, health_port: int, *arguments: str) -> Process:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", COORDINATOR_MODULE, command, *arguments),
+            *("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error"),
+        )
+        self._processes.append(Process(process, health_port))
+        return self._processes[-1]
+
+    async def run_python(self, script: Path, *arguments: str) -> asyncio.subprocess.Process:
+        """A Python program that is killed at the end like the rest; its standard output can be read."""
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(script), *arguments), stdout=asyncio.subprocess.PIPE
+        )
+        self._processes.append(Process(process, 0))
+        return process
+
+    def keys(self, role: Role) -> PeerKeys:
+        return PeerKeys.load(self.keys_dir, role)
+
+    async def client(self) -> InferenceClient:
+        client = InferenceClient(self.client_port, deserialize=False, keys=self.keys(Role.CLIENT))
+        self._closers.callback(client.stop)
+        await client.start(connect_timeout_seconds=60)
+        return client
+
+    async def admin(self) -> ControlLink:
+        link = ControlLink(self.admin_port, keys=self.keys(Role.ADMIN))
+        self._closers.callback(link.close)
+        await link.start(connect_timeout_seconds=60)
+        return link
+
+    async def close(self) -> None:
+        self._closers.close()
+        for process in self._processes:
+            if process.process.returncode is None:
+                process.thaw()
+                process.process.kill()
+            await process.process.wait()
+
+
+async def until_status(
+    link: ControlLink, condition: Callable[[StatusReply], bool], *, seconds: float, what: str
+) -> StatusReply:
+    """Until what the coordinator says of itself fits."""
+    status: StatusReply | None = None
+    try:
+        async with asyncio.timeout(seconds):
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    status = await link.status(timeout_seconds=2)
+                    if condition(status):
+                        return status
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise AssertionError(f"not within {seconds:g} s: {what}; status: {status}") from None
+
+
+async def until_serving(link: ControlLink, names: Iterable[str], *, seconds: float = 60) -> None:
+    wanted = set(names)
+    await until_status(
+        link,
+        lambda status: (
+            status.state != "RECOVERING" and {engine.name for engine in status.engines if engine.serving} == wanted
+        ),
+        seconds=seconds,
+        what=f"engines {sorted(wanted)} serve",
+    )
+
+
+@dataclass(eq=False)
+class Record:
+    """What one stream brought. arrivals: when each frame came, monotonic seconds."""
+
+    prompt: list[int]
+    length: int
+    streamed: list[int] = field(default_factory=list)
+    final: dict[str, Any] | None = None
+    arrivals: list[float] = field(default_factory=list)
+
+    def longest_gap(self, *, since: float) -> float:
+        """The longest wait for a frame that ended after `since`."""
+        pairs = zip(self.arrivals, self.arrivals[1:], strict=False)
+        return max((after - before for before, after in pairs if after > since), default=0.0)
+
+    def check(self, answer: list[int]) -> None:
+        assert self.final is not None, "the stream ended without a final"
+        assert self.final["status"] == "COMPLETED", self.final
+        assert self.final["generated_tokens"] == answer, "the answer is not that of an undisturbed run"
+        # The last step's tokens travel in the final alone.
+        assert self.streamed == answer[: len(self.streamed)], "a token was lost, doubled or moved on the way"
+
+
+class Load:
+    """Many streams at once over some clients, and when how many tokens had come."""
+
+    def __init__(self, clients: list[InferenceClient]) -> None:
+        self.records: list[Record] = []
+        self.tokens = 0
+        self.asked = 0
+        self._clients = clients
+        self._tasks: list[asyncio.Task[None]] = []
+        self._progress: list[tuple[int, asyncio.Event]] = []
+
+    def add(self, prompt: list[int], length: int, **params: Any) -> None:
+        client = self._clients[len(self.records) % len(self._clients)]
+        record = Record(prompt, length, arrivals=[time.monotonic()])
+        self.records.append(record)
+        self.asked += length
+        stream = client.add_request_streaming(prompt, SamplingParams(num_tokens_to_generate=length, **params))
+        self._tasks.append(asyncio.create_task(self._follow(record, stream)))
+
+    async def _follow(self, record: Record, stream: Any) -> None:
+        async for item in stream:
+            record.arrivals.append(time.monotonic())
+            if "final" in item:
+                record.final = item["final"]
+                self._count(record.length - len(record.streamed))
+            else:
+                new = item["partial"]["new_tokens"]
+                record.streamed += new
+                self._count(len(new))
+
+    def _count(self, number: int) -> None:
+        self.tokens += number
+        for wanted, event in self._progress:
+            if self.tokens >= wanted:
+                event.set()
+
+    async def until(self, tokens: int, *, seconds: float = 120) -> None:
+        """Until so many tokens have come over all streams."""
+        event = asyncio.Event()
+        self._progress.append((tokens, event))
+        self._count(0)
+        await asyncio.wait_for(event.wait(), seconds)
+
+    async def finish(self, *, seconds: float) -> None:
+        """Until every stream has ended."""
+        done, pending = await asyncio.wait(self._tasks, timeout=seconds)
+        for task in pending:
+            task.cancel()
+        assert not pending, f"{len(pending)} of {len(self._tasks)} streams did not end within {seconds:g} s"
+        for task in done:
+            task.result()

@@ -1,0 +1,103 @@
+"""Engines and the coordinator are killed and frozen under streaming load: no request and no token is lost."""
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+
+import pytest
+from fleet import Fleet, Load, until_serving
+from soak import repeated, size
+
+from megatron_runtime.engines.echo_executor import echo_answer
+
+STREAMS = size(1000, soak=1000)
+CLIENTS = 4
+ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
+FROZEN_SECONDS = 15.0
+LIVENESS_SECONDS = 180.0
+"""Far above what is needed: only a hang takes so long."""
+
+pytestmark = pytest.mark.timeout(400)
+
+
+class Scene:
+    """Three engines, a coordinator, four clients and streams of random lengths, all by one seed."""
+
+    def __init__(self, fleet: Fleet, seed: int) -> None:
+        self.fleet = fleet
+        self.random = random.Random(seed)
+
+    async def start(self) -> None:
+        fleet = self.fleet
+        self.coordinator = await fleet.coordinator()
+        for number in range(3):
+            await fleet.engine(f"engine-{number}", *ENGINE_OPTIONS)
+        self.link = await fleet.admin()
+        await until_serving(self.link, fleet.engines)
+        self.load = Load([await fleet.client() for _ in range(CLIENTS)])
+        for number in range(STREAMS):
+            self.load.add([number, *self.random.choices(range(50_000), k=7)], self.random.randint(20, 80))
+
+    async def until_a_random_moment(self) -> None:
+        await self.load.until(self.random.randint(STREAMS, self.load.asked * 2 // 3))
+
+    async def check(self) -> None:
+        """Every stream has ended, each equal to the undisturbed answer, and the engines take work again."""
+        await self.load.finish(seconds=LIVENESS_SECONDS)
+        for record in self.load.records:
+            record.check(echo_answer(record.prompt, record.length))
+        await until_serving(self.link, self.fleet.engines)
+
+    def added_latency(self, *, since: float) -> str:
+        gaps = sorted(record.longest_gap(since=since) for record in self.load.records)
+        return (
+            f"{len(gaps)} streams complete and equal; longest wait for a frame after the fault: "
+            f"median {gaps[len(gaps) // 2]:.2f} s, p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
+        )
+
+
+@pytest.fixture
+async def scene(fleet: Fleet, seed: int) -> Scene:
+    scene = Scene(fleet, seed)
+    await scene.start()
+    return scene
+
+
+@repeated()
+async def test_an_engine_is_killed_under_a_thousand_streams(scene: Scene, report: Callable[[str], None]) -> None:
+    await scene.until_a_random_moment()
+    killed = time.monotonic()
+    await scene.fleet.engines.pop(scene.random.choice(sorted(scene.fleet.engines))).kill()
+    await scene.check()
+    report(scene.added_latency(since=killed))
+    assert (await scene.coordinator.metrics())["megatron_coordinator_replays_total"] > 0
+
+
+@repeated()
+async def test_an_engine_is_frozen_and_thawed_under_a_thousand_streams(
+    scene: Scene, report: Callable[[str], None]
+) -> None:
+    await scene.until_a_random_moment()
+    frozen = time.monotonic()
+    engine = scene.random.choice(sorted(scene.fleet.engines.values(), key=lambda process: process.pid))
+    engine.freeze()
+    await asyncio.sleep(FROZEN_SECONDS)
+    engine.thaw()
+    await scene.check()
+    report(scene.added_latency(since=frozen))
+    counts = await scene.coordinator.metrics()
+    assert counts["megatron_coordinator_replays_total"] > 0
+    assert counts["megatron_coordinator_completed_requests_total"] == STREAMS
+
+
+@repeated()
+async def test_the_coordinator_is_killed_and_restarted_under_a_thousand_streams(
+    scene: Scene, report: Callable[[str], None]
+) -> None:
+    await scene.until_a_random_moment()
+    killed = time.monotonic()
+    await scene.coordinator.kill()
+    scene.coordinator = await scene.fleet.coordinator()
+    await scene.check()
+    report(scene.added_latency(since=killed))
