@@ -28,7 +28,7 @@ def _rule(group: str, resources: list[str], verbs: list[str]) -> Rule:
 RESOURCE_RULES: list[Rule] = [
     _rule(GROUP, [PLURAL], READ),
     _rule(GROUP, [f"{PLURAL}/status"], ["get", "patch"]),
-    _rule("apps", ["deployments", "statefulsets"], OWN),
+    _rule("apps", ["deployments", "statefulsets", "controllerrevisions"], OWN),
     _rule("", ["services", "configmaps", "serviceaccounts"], OWN),
     _rule("policy", ["poddisruptionbudgets"], OWN),
     _rule("networking.k8s.io", ["networkpolicies"], OWN),

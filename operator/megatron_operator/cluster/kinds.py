@@ -43,6 +43,7 @@ EVENT = Kind("Event", "events.k8s.io", "v1", "events")
 CHILD_KINDS: tuple[Kind, ...] = (
     Kind("Deployment", "apps", "v1", "deployments"),
     Kind("StatefulSet", "apps", "v1", "statefulsets"),
+    Kind("ControllerRevision", "apps", "v1", "controllerrevisions"),
     SERVICE,
     Kind("ConfigMap", "", "v1", "configmaps"),
     Kind("ServiceAccount", "", "v1", "serviceaccounts"),

@@ -22,6 +22,7 @@ from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import (
     Action,
     ApplyChild,
+    AskCanary,
     ChildRef,
     CreateKeys,
     DeleteChild,
@@ -94,6 +95,9 @@ class Actor:
                     await self._elector.raise_term(above=action.above)
                 case Signal():
                     self._signal(action, resource)
+                case AskCanary():
+                    self._elector.check()
+                    self._link.ask_canary(action)
                 case EmitEvent():
                     self._elector.check()
                     await self._recorder.emit(

@@ -17,9 +17,10 @@ from dataclasses import dataclass
 
 import zmq
 
+from megatron_operator.link.canary import UNSUPPORTED, Canary, frames_of, judge, new_canary
 from megatron_operator.link.snapshot import refusal_of, snapshot_of, without_traffic
 from megatron_operator.model.states import SignalKind
-from megatron_operator.plan.world import CoordinatorSnapshot, OperationReport, Signal
+from megatron_operator.plan.world import AskCanary, CanaryReport, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -28,6 +29,7 @@ from megatron_runtime.wire.messages import (
     ControlMessage,
     Disconnect,
     Error,
+    Final,
     Heartbeat,
     Hello,
     HelloAck,
@@ -101,6 +103,8 @@ class CoordinatorLink:
         self._reply: StatusReply | None = None
         self._in_flight: dict[str, _InFlight] = {}
         self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._canaries: dict[str, Canary] = {}
+        self._canary_reports: dict[str, CanaryReport] = {}
         self._error = "no address yet"
         self._incarnation = 0
         self._coordinator = 0
@@ -134,7 +138,7 @@ class CoordinatorLink:
         """What the coordinator last said, or that it says nothing."""
         if self._reply is None or not self._registered.is_set():
             return CoordinatorSnapshot(error=self._error)
-        return snapshot_of(self._reply, refusals=self._refusals)
+        return snapshot_of(self._reply, refusals=self._refusals, canaries=self._canary_reports)
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
         """A snapshot not older than this call; unreachable when there is no answer in time.
@@ -198,6 +202,20 @@ class CoordinatorLink:
         self._nudge.set()
         return True
 
+    def ask_canary(self, asked: AskCanary) -> bool:
+        """Send a canary, unless the answer of one to that engine at that revision is still awaited. False when there is
+        no connection to send it on."""
+        waiting = self._canaries.get(asked.engine)
+        if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
+            return True
+        if not self._registered.is_set() or self._socket is None:
+            return False
+        canary = new_canary(asked, now=self._clock())
+        if not self._socket.send(frames_of(canary)):
+            return False
+        self._canaries[asked.engine] = canary
+        return True
+
     # --- the socket ---
 
     def _open_socket(self) -> None:
@@ -236,6 +254,7 @@ class CoordinatorLink:
         self._reply = None
         self._error = error
         self._in_flight.clear()
+        self._canaries.clear()
         self._asked = self._answers = 0
         self._answered.set()
         if was:
@@ -317,14 +336,32 @@ class CoordinatorLink:
                 self._on_status(message)
             case ControlAck():
                 self._on_ack(message)
+            case Final(uid=uid):
+                self._on_canary(message, uid)
+            case Error(uid=bytes() as uid):
+                self._on_canary(message, uid)
             case Error(code=ErrorCode.UNKNOWN_PEER):
                 if self._registered.is_set():
                     self._register_again()
             case Error():
+                if message.code in UNSUPPORTED:
+                    self._on_canary(message, None)
                 logger.warning(
                     "coordinator refused a message",
                     extra={"address": self._address, "code": message.code.name, "error": message.message},
                 )
+
+    def _on_canary(self, answer: Final | Error, uid: bytes | None) -> None:
+        """`uid` None: a coordinator that takes no canaries refused without saying what; nothing else is so refused."""
+        engine = next((name for name, canary in self._canaries.items() if uid in (None, canary.uid)), None)
+        if engine is None:
+            return
+        report = judge(self._canaries.pop(engine), answer)
+        if report is None:
+            return
+        self._canary_reports[engine] = report
+        logger.info("canary answered", extra={"engine": engine, "ok": report.ok, "fault": report.message})
+        self._on_change()
 
     def _register_again(self) -> None:
         self._forget_registration("the coordinator was started anew")

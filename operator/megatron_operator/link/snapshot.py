@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport, OperationReport
+from megatron_operator.model.states import OperationOutcome, SignalKind
+from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, OperationReport
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
 
 
-def snapshot_of(reply: StatusReply, *, refusals: Mapping[str, OperationReport]) -> CoordinatorSnapshot:
-    """`refusals` are answers that the coordinator gave at once and need not remember; what it remembers wins."""
+def snapshot_of(
+    reply: StatusReply,
+    *,
+    refusals: Mapping[str, OperationReport],
+    canaries: Mapping[str, CanaryReport] | None = None,
+) -> CoordinatorSnapshot:
+    """`refusals` are answers that the coordinator gave at once and need not remember; what it remembers wins.
+    `canaries` are the link's own."""
     operations = dict(refusals)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
     return CoordinatorSnapshot(
         reachable=True,
         incarnation=f"{reply.incarnation:016x}",
-        state=CoordinatorState(reply.state.value),
+        state=reply.state,
         epoch=reply.epoch,
         fence=reply.fence,
         operations=operations,
@@ -26,7 +32,7 @@ def snapshot_of(reply: StatusReply, *, refusals: Mapping[str, OperationReport]) 
             EngineReport(
                 name=engine.name,
                 identity=engine.name,
-                state=EngineState(engine.state.value),
+                state=engine.state,
                 revision=engine.revision,
                 epoch=engine.epoch,
                 ranks=engine.ranks,
@@ -37,6 +43,7 @@ def snapshot_of(reply: StatusReply, *, refusals: Mapping[str, OperationReport]) 
             for engine in sorted(reply.engines, key=lambda engine: engine.name)
         ),
         queue_length=reply.queued,
+        canaries=dict(canaries or {}),
     )
 
 

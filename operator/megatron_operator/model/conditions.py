@@ -51,6 +51,7 @@ class Reason(Documented):
     ENGINE_LOST = "EngineLost", "An engine has a ready pod and is not registered at its coordinator."
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another by the spec's new revision."
+    CANARY_FAILED = "CanaryFailed", "A replaced engine answers wrongly; the rollout stops there until the spec changes."
     REPLACING_MODEL = "ReplacingModel", "The model itself changed: all engines and servers are replaced together."
     IMAGE_PULL_FAILED = "ImagePullFailed", "An image cannot be pulled."
     UNSCHEDULABLE = "Unschedulable", "No node can take a pod; the message is the scheduler's."

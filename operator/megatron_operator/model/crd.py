@@ -54,7 +54,7 @@ NAME_RULES = [
     cel(
         f"!self.metadata.name.matches('{RESERVED_SUFFIX_PATTERN}')",
         "metadata.name: ends in a suffix that children use (-coordinator, -server, -keys, -engines, -engine-N, "
-        "-config-HASH); choose another name",
+        "-config-HASH, -rev-HASH); choose another name",
     ),
 ]
 

@@ -25,7 +25,7 @@ SHORT_NAME = "mi"
 
 MAX_NAME_LENGTH = 40
 NAME_PATTERN = r"^[a-z]([-a-z0-9]*[a-z0-9])?$"
-RESERVED_SUFFIX_PATTERN = r"-(coordinator|server|keys|config-[0-9a-f]+|engine-[0-9]+|engines)$"
+RESERVED_SUFFIX_PATTERN = r"-(coordinator|server|keys|config-[0-9a-f]+|rev-[0-9a-f]+|engine-[0-9]+|engines)$"
 QUANTITY_PATTERN = r"^[1-9][0-9]*(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$"
 
 PodTemplate = Annotated[

@@ -1,11 +1,27 @@
 """The words of the lifecycle: what a user may want, what engines and coordinators report, what may be said to them.
 
-These are the spellings of the custom resource, the status and the wire; nothing here decides anything.
+The states of engines and coordinators and the table of legal signals are the wire's own; the rest are the spellings
+of the custom resource and its status. Nothing here decides anything.
 """
 
 from __future__ import annotations
 
 from enum import StrEnum
+
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+
+__all__ = [
+    "LEGAL_SIGNALS",
+    "SIGNAL_TARGET",
+    "CoordinatorState",
+    "DesiredState",
+    "EngineState",
+    "LifecyclePhase",
+    "OperationOutcome",
+    "ResourceState",
+    "SignalKind",
+]
 
 
 class DesiredState(StrEnum):
@@ -34,31 +50,6 @@ class ResourceState(StrEnum):
     FAILED = "Failed"  # the restart budget is spent; a change of the spec starts again
 
 
-class CoordinatorState(StrEnum):
-    """What a coordinator reports about itself."""
-
-    RECOVERING = "RECOVERING"
-    RUNNING = "RUNNING"
-    PAUSED = "PAUSED"
-    SUSPENDED = "SUSPENDED"
-    STOPPING = "STOPPING"
-
-
-class EngineState(StrEnum):
-    """What an engine reports about itself."""
-
-    RUNNING = "RUNNING"
-    PAUSING = "PAUSING"
-    PAUSED = "PAUSED"
-    UNPAUSING = "UNPAUSING"
-    SUSPENDING = "SUSPENDING"
-    SUSPENDED = "SUSPENDED"
-    RESUMING = "RESUMING"
-    RESUMED = "RESUMED"
-    STOPPING = "STOPPING"
-    STOPPED = "STOPPED"
-
-
 class SignalKind(StrEnum):
     """A control signal to a coordinator."""
 
@@ -68,6 +59,14 @@ class SignalKind(StrEnum):
     RESUME = "RESUME"
     STOP = "STOP"
     DRAIN = "DRAIN"
+
+
+def _legal_in(kind: SignalKind) -> frozenset[CoordinatorState]:
+    """Where a signal may be said: the wire's own table, and DRAIN, which moves no state."""
+    if kind is SignalKind.DRAIN:
+        return frozenset({CoordinatorState.RUNNING})
+    transition = TRANSITIONS[Header[kind]]
+    return transition.legal_from | transition.idempotent_in
 
 
 class LifecyclePhase(StrEnum):
@@ -89,20 +88,11 @@ class OperationOutcome(StrEnum):
 
 
 LEGAL_SIGNALS: dict[CoordinatorState, frozenset[SignalKind]] = {
-    CoordinatorState.RECOVERING: frozenset(),
-    CoordinatorState.RUNNING: frozenset({SignalKind.PAUSE, SignalKind.DRAIN}),
-    CoordinatorState.PAUSED: frozenset({SignalKind.UNPAUSE, SignalKind.SUSPEND, SignalKind.STOP, SignalKind.PAUSE}),
-    CoordinatorState.SUSPENDED: frozenset({SignalKind.RESUME, SignalKind.STOP, SignalKind.PAUSE}),
-    CoordinatorState.STOPPING: frozenset(),
+    state: frozenset(kind for kind in SignalKind if state in _legal_in(kind)) for state in CoordinatorState
 }
 """Signals a coordinator in each state accepts. PAUSE in PAUSED and SUSPENDED succeeds and changes nothing."""
 
 SIGNAL_TARGET: dict[SignalKind, CoordinatorState] = {
-    SignalKind.PAUSE: CoordinatorState.PAUSED,
-    SignalKind.UNPAUSE: CoordinatorState.RUNNING,
-    SignalKind.SUSPEND: CoordinatorState.SUSPENDED,
-    SignalKind.RESUME: CoordinatorState.PAUSED,
-    SignalKind.STOP: CoordinatorState.RUNNING,
-    SignalKind.DRAIN: CoordinatorState.RUNNING,
-}
+    kind: TRANSITIONS[Header[kind]].coordinator_after for kind in SignalKind if Header[kind] in TRANSITIONS
+} | {SignalKind.DRAIN: CoordinatorState.RUNNING}
 """The coordinator's state once a signal is confirmed. After STOP it is RUNNING again, for future engines."""

@@ -65,6 +65,11 @@ class EngineStatus(ApiModel):
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
+    canary: str | None = Field(
+        default=None,
+        description="After a rollout replaced it: Pending, Passed, Failed, or Skipped where none can be sent.",
+    )
+    canary_message: str | None = Field(default=None, description="What was wrong with its canary's answer.")
     restarts: int = Field(default=0, description="Container restarts of its present pods.")
     window: RestartWindow | None = Field(default=None, description="The restart budget's current window.")
     diagnosis: str | None = Field(default=None, description="Why it was given up on.")
@@ -89,7 +94,9 @@ class MegatronInferenceStatus(ApiModel):
     epoch: int | None = Field(default=None, description="Generation epoch of the weights.")
     replicas: int | None = Field(default=None, description="Engines that exist.")
     ready_replicas: int | None = Field(default=None, description="Engines registered and serving or ready to.")
-    updated_replicas: int | None = Field(default=None, description="Engines at the current revision.")
+    updated_replicas: int | None = Field(
+        default=None, description="Engines at the current revision that have shown that it works."
+    )
     selector: str | None = Field(default=None, description="Selects one pod of each engine, for autoscalers.")
     conditions: list[Condition] | None = Field(
         default=None,

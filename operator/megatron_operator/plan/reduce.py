@@ -15,6 +15,7 @@ from megatron_operator.render.context import (
     LABEL_POD_INDEX,
     LABEL_REVISION,
 )
+from megatron_operator.render.revision import KIND as REVISION_KIND
 
 Object = Mapping[str, Any]
 
@@ -39,8 +40,15 @@ def reduce_child(obj: Object, *, owner_uid: str, verified: bool = True) -> Child
         model_hash=annotations.get(ANNOTATION_MODEL, ""),
         replicas=int(spec.get("replicas") or 0),
         ready_replicas=int(status.get("readyReplicas") or 0),
+        data=_revision_data(obj),
         verified=verified,
     )
+
+
+def _revision_data(obj: Object) -> Mapping[str, Any] | None:
+    """Of our own revisions; those that a StatefulSet keeps are named after it and of no interest."""
+    ours = obj["kind"] == REVISION_KIND and ANNOTATION_HASH in (obj["metadata"].get("annotations") or {})
+    return obj.get("data") if ours else None
 
 
 def _condition(status: Object, kind: str) -> Object | None:

@@ -19,8 +19,10 @@ from megatron_operator.plan.budget import Budget, engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.verbs import AGREEING
 from megatron_operator.plan.world import ChildRef, ChildView, EngineReport, Manifest, PodView, World
+from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import shared_children
 from megatron_operator.render.context import ENGINE, InvalidPodTemplate, RenderContext, manifest_hash
 from megatron_operator.render.engine import engine_revision, engine_statefulset
@@ -48,6 +50,8 @@ class EngineView:
     report: EngineReport | None
     rendered_revision: str
     budget: Budget
+    canary: Canary = Canary.NONE
+    canary_message: str = ""
 
     @property
     def serving(self) -> bool:
@@ -71,9 +75,9 @@ class EngineView:
 
     @property
     def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods made from an earlier template than their StatefulSet now has."""
+        """Pods made from another template than their StatefulSet now has; some may be on their way out."""
         revision = self.statefulset.revision if self.statefulset else ""
-        return tuple(pod for pod in self.pods if not pod.deleting and pod.revision not in ("", revision))
+        return tuple(pod for pod in self.pods if pod.revision not in ("", revision))
 
 
 @dataclass(frozen=True)
@@ -211,7 +215,28 @@ class Scene:
             report=reports.get(name),
             rendered_revision=engine_revision(manifest) if manifest else "",
             budget=engine_budget(world, name, pods),
+            **self._canary(name),
         )
+
+    def _canary(self, name: str) -> dict[str, Any]:
+        """Owed from the moment an engine's StatefulSet changes its revision under its pods."""
+        before = self.engine_status(name)
+        found = self.world.children.get(ChildRef("StatefulSet", name, APPS))
+        if found is None or found.replicas == 0:
+            return {}
+        rolled = before.get("revision") not in (None, "", found.revision)
+        canary = Canary.PENDING if rolled else Canary(before.get("canary", ""))
+        if canary is not Canary.PENDING:
+            return {"canary": canary, "canary_message": before.get("canaryMessage", "")}
+        report = self.world.coordinator.canaries.get(name)
+        if report is None or report.revision != found.revision:
+            return {"canary": canary}
+        answered = Canary.PASSED if report.ok else Canary.FAILED
+        return {"canary": answered if report.supported else Canary.SKIPPED, "canary_message": report.message}
+
+    def engine_status(self, name: str) -> Mapping[str, Any]:
+        """What was persisted of an engine; empty when nothing was."""
+        return next((entry for entry in self.status.get("engines") or () if entry["name"] == name), {})
 
     @cached_property
     def wanted(self) -> tuple[EngineView, ...]:
@@ -322,6 +347,28 @@ class Scene:
 
     @cached_property
     def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
+        return {}
+
+    def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
+        """An engine rendered from the inputs of the revision it has now, which is not the wanted one. None when they
+        are not known, or not rendered that way any more: then it is left as it is."""
+        found = engine.statefulset
+        revision = found.revision if found is not None else self.engine_status(engine.name).get("revision", "")
+        stored = self._stored_context(revision)
+        return None if stored is None else engine_statefulset(stored, engine.index, pods=pods)
+
+    def _stored_context(self, revision: str) -> RenderContext | None:
+        if revision not in self._stored_contexts:
+            ref = ChildRef(revision_render.KIND, revision_render.revision_name(self.ctx, revision), APPS)
+            view = self.world.children.get(ref)
+            usable = view is not None and view.owned and view.data is not None
+            data = view.data if view is not None and usable else None
+            found = None if data is None else revision_render.context_of(self.ctx, data, revision=revision)
+            self._stored_contexts[revision] = found
+        return self._stored_contexts[revision]
+
+    @cached_property
+    def _stored_contexts(self) -> dict[str, RenderContext | None]:
         return {}
 
     def _render_engine(self, index: int, count: int) -> Manifest | None:

@@ -14,6 +14,7 @@ from megatron_operator.model.status import HISTORY_LENGTH
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.policies.verdict import Verdict
+from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import EngineView, Scene
 from megatron_operator.render.context import scale_selector
 
@@ -68,7 +69,9 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
 
 
 def _updated(engine: EngineView) -> bool:
-    return engine.scaled > 0 and not engine.stale and not engine.stale_pods
+    """It has the wanted revision, and where a rollout gave it that, it has shown that it works."""
+    proven = engine.canary not in (Canary.PENDING, Canary.FAILED)
+    return engine.scaled > 0 and not engine.stale and not engine.stale_pods and proven
 
 
 def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
@@ -104,14 +107,21 @@ def _engine_state(scene: Scene, engine: EngineView) -> str:
     return "Released" if engine.empty and scene.pods_for(engine) == 0 else "Pending"
 
 
+def _last_revision(scene: Scene, engine: EngineView) -> str:
+    """A StatefulSet that was taken away is made again from the revision it had."""
+    return "" if engine.surplus else str(scene.engine_status(engine.name).get("revision", ""))
+
+
 def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
     report = engine.report
     return {
         "name": engine.name,
         "state": _engine_state(scene, engine),
-        "revision": engine.statefulset.revision if engine.statefulset else "",
+        "revision": engine.statefulset.revision if engine.statefulset else _last_revision(scene, engine),
         "epoch": report.epoch if report else 0,
         "ranks": report.ranks if report else 0,
+        **({"canary": engine.canary.value} if engine.canary else {}),
+        **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),
     }
 
@@ -229,6 +239,6 @@ def _degraded(scene: Scene, verdict: Verdict) -> Finding:
     found = degradation(scene)
     if found is not None:
         return "True", found[0], found[1]
-    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED):
+    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED):
         return "True", verdict.reason, verdict.message
     return "False", Reason.ALL_WELL, "nothing is wrong"

@@ -1,7 +1,8 @@
 """Children that need no decision: what is missing is made, what differs is applied, what is left over is deleted.
 
-An engine's template is the exception: it changes only on its turn in a rollout (`policies.engines`), or while the
-engine has no pods. Nothing here restarts an engine that has pods.
+An engine's template is the exception: it changes only on its turn in a rollout (`policies.rollout`), or while the
+engine has no pods. Until then what is missing or differs of it is rendered from its own revision. Nothing here
+restarts an engine that has pods.
 """
 
 from __future__ import annotations
@@ -9,7 +10,9 @@ from __future__ import annotations
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.scene import EngineView, Scene
 from megatron_operator.plan.world import Action, ApplyChild, ChildRef, CreateKeys, DeleteChild, Manifest
-from megatron_operator.render.context import ANNOTATION_MODEL, manifest_hash
+from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
+from megatron_operator.render.revision import KIND as REVISION_KIND
+from megatron_operator.render.revision import revision_child, revision_name
 from megatron_operator.render.services import engine_service
 
 
@@ -35,9 +38,20 @@ def upkeep(scene: Scene) -> list[Action]:
     actions += [
         apply(manifest) for manifest in scene.shared[0] if _due(scene, manifest) and _may_apply(scene, manifest)
     ]
+    actions += _record_revision(scene)
     for engine in scene.engines:
         actions += _engine_upkeep(scene, engine)
-    return actions + _leftover_config(scene)
+    return actions + _leftover_config(scene) + _leftover_revisions(scene)
+
+
+def _record_revision(scene: Scene) -> list[Action]:
+    """The wanted revision is recorded before any engine has it. What is recorded never changes."""
+    try:
+        manifest = revision_child(scene.ctx)
+    except InvalidPodTemplate:
+        return []
+    missing = scene.wanted and child_ref(manifest) not in scene.world.children
+    return [apply(manifest)] if missing and scene.refused(manifest) is None else []
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
@@ -55,19 +69,24 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
         return remove_engine(scene, engine, reason=f"engine {engine.name} is beyond spec.replicas")
     actions: list[Action] = [apply(service)] if _due(scene, service) else []
     pods = scene.pods_for(engine)
-    manifest = scene.engine_manifest(engine.index, pods=pods)
+    if found is not None and (found.deleting or not found.owned):
+        return actions
+    manifest = _template_of(scene, engine, pods)
     if manifest is None or scene.refused(manifest) is not None:
         return actions
-    if found is None:
-        return [*actions, apply(manifest)]
-    if found.deleting or not found.owned:
-        return actions
-    template_is_free = engine.scaled == 0 or pods == 0
-    if found.replicas != pods and (template_is_free or not engine.stale):
-        return [*actions, apply(manifest)]
-    if (template_is_free or not engine.stale) and _due(scene, manifest):
-        return [*actions, apply(manifest)]
-    return actions
+    differs = found is None or found.replicas != pods or _due(scene, manifest)
+    return [*actions, apply(manifest)] if differs else actions
+
+
+def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
+    """The wanted template where it costs nothing: the engine has it, or has no pods. Else that of its own revision."""
+    found = engine.statefulset
+    if found is None and pods > 0:
+        return scene.own_manifest(engine, pods=pods) or scene.engine_manifest(engine.index, pods=pods)
+    free = found is None or engine.scaled == 0 or pods == 0
+    if free or not engine.stale:
+        return scene.engine_manifest(engine.index, pods=pods)
+    return scene.own_manifest(engine, pods=pods)
 
 
 def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:
@@ -78,6 +97,23 @@ def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Acti
         if view is not None and view.owned and not view.deleting:
             actions.append(DeleteChild(view.ref, view.uid, reason))
     return actions
+
+
+def _leftover_revisions(scene: Scene) -> list[Action]:
+    """Records of revisions that no engine has, had when last seen, or is to get."""
+    if scene.template_error is not None:
+        return []
+    kept = {engine.rendered_revision for engine in scene.engines}
+    kept |= {engine.statefulset.revision for engine in scene.engines if engine.statefulset is not None}
+    kept |= {pod.revision for engine in scene.engines for pod in engine.pods}
+    kept |= {str(entry.get("revision", "")) for entry in scene.status.get("engines") or ()}
+    names = {revision_name(scene.ctx, revision) for revision in kept}
+    return [
+        DeleteChild(view.ref, view.uid, "no engine is of this revision any more")
+        for ref, view in sorted(scene.world.children.items(), key=lambda item: item[0].name)
+        if ref.kind == REVISION_KIND and view.data is not None and ref.name not in names
+        if view.owned and not view.deleting and scene.wanted
+    ]
 
 
 def _leftover_config(scene: Scene) -> list[Action]:

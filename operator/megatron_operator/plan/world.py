@@ -72,6 +72,8 @@ class ChildView:
     replicas: int = 0
     """`spec.replicas` of a Deployment or StatefulSet."""
     ready_replicas: int = 0
+    data: Mapping[str, Any] | None = None
+    """`data` of a ControllerRevision: what engines of that revision are rendered from."""
     verified: bool = True
     """This process has applied this very object since it started and nobody changed it since. While false, the child
     is applied again even when its hash is current."""
@@ -141,6 +143,18 @@ class OperationReport:
 
 
 @dataclass(frozen=True, slots=True)
+class CanaryReport:
+    """What became of a completion that this process sent to one engine alone."""
+
+    revision: str
+    """Of the engine it was sent to."""
+    ok: bool
+    message: str = ""
+    supported: bool = True
+    """False: the coordinator cannot pin a request to an engine, so nothing was learned."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
     """The coordinator's answer to STATUS, or the fact that there is none."""
 
@@ -155,6 +169,8 @@ class CoordinatorSnapshot:
     operations: Mapping[str, OperationReport] = field(default_factory=dict)
     engines: tuple[EngineReport, ...] = ()
     queue_length: int = 0
+    canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
+    """The last canary of each engine, by name; kept by this process alone."""
 
 
 UNREACHABLE = CoordinatorSnapshot()
@@ -246,6 +262,17 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
+class AskCanary:
+    """Send a short completion to one engine and look at its answer. Nothing depends on it being sent once; while one
+    is unanswered a repeated `AskCanary` is a no-op."""
+
+    engine: str
+    revision: str
+    model: str
+    """`--model` of the engine: what a builtin model must answer is known."""
+
+
+@dataclass(frozen=True, slots=True)
 class RaiseFence:
     """The coordinator has seen a higher fence (the Lease was made anew): let the leader's term jump above it."""
 
@@ -262,7 +289,7 @@ class EmitEvent:
     message: str
 
 
-Action = CreateKeys | ApplyChild | DeleteChild | DeletePods | Signal | RaiseFence | EmitEvent
+Action = CreateKeys | ApplyChild | DeleteChild | DeletePods | Signal | AskCanary | RaiseFence | EmitEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ from megatron_operator.render.context import Manifest, RenderContext
 from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
 from megatron_operator.render.guards import disruption_budget, network_policies, service_account
+from megatron_operator.render.revision import revision_child
 from megatron_operator.render.server import server_deployment
 from megatron_operator.render.services import coordinator_service, engine_service, front_service
 
@@ -31,7 +32,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Everything a running resource has, all engines at full size; all but the keys."""
-    children = shared_children(ctx)
+    children = [*shared_children(ctx), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children

@@ -10,6 +10,7 @@ from megatron_operator.render.children import all_children
 from megatron_operator.render.context import ANNOTATION_HASH, LABEL_REVISION, Manifest, RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
+from megatron_operator.render.revision import KIND as REVISION_KIND
 
 _DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
 """Hashes over everything else: never the reason for a difference, only its consequence."""
@@ -96,7 +97,12 @@ def _short(value: Any) -> str:
 
 
 def _by_name(manifests: list[Manifest]) -> dict[str, Manifest]:
-    return {f"{manifest['kind']} {manifest['metadata']['name']}": manifest for manifest in manifests}
+    """Without the records of revisions, which differ exactly when engines do."""
+    return {
+        f"{manifest['kind']} {manifest['metadata']['name']}": manifest
+        for manifest in manifests
+        if manifest["kind"] != REVISION_KIND
+    }
 
 
 def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | None:

@@ -29,6 +29,8 @@ from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import (
     ApplyChild,
+    AskCanary,
+    CanaryReport,
     ChildRef,
     ChildView,
     CoordinatorSnapshot,
@@ -80,6 +82,7 @@ class FakeCoordinator:
     open: Signal | None = None
     all_draining: bool = False
     queue: int = 0
+    canaries: dict[str, CanaryReport] = field(default_factory=dict)
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -136,6 +139,7 @@ class FakeCoordinator:
                 for name, engine in sorted(self.engines.items())
             ),
             queue_length=self.queue,
+            canaries=dict(self.canaries),
         )
 
 
@@ -161,6 +165,8 @@ class Cluster:
         self.events: list[EmitEvent] = []
         self.status_writes = 0
         self.broken_engines: set[str] = set()
+        self.wrong_engines: set[str] = set()
+        self.asked: list[str] = []
         self.log: list[str] = []
         self.deleted_pods: list[str] = []
 
@@ -237,6 +243,12 @@ class Cluster:
                 "Submitted",
             ), "a signal must not leave before its intent is persisted"
             self.coordinator.receive(action)
+        elif isinstance(action, AskCanary):
+            assert self.coordinator is not None
+            wrong = action.engine in self.wrong_engines
+            report = CanaryReport(action.revision, ok=not wrong, message="log-prob nan" if wrong else "")
+            self.coordinator.canaries[action.engine] = report
+            self.asked.append(action.engine)
         elif isinstance(action, RaiseFence):
             self.fence = action.above + 1
         else:

@@ -647,3 +647,94 @@ def test_a_spec_of_a_later_version_is_refused_in_the_status(make_cluster: Any) -
     assert (ready["status"], ready["reason"], ready["message"]) == ("False", "InvalidSpec", "spec.next: unknown")
     again = refuse_spec(status=decision.status, generation=2, error="spec.next: unknown", now=cluster.now)
     assert again.status == decision.status
+
+
+def test_a_replaced_engine_is_asked_for_a_canary_before_the_next_is_taken(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    _play_until(cluster, lambda: cluster.asked)
+    assert cluster.signals() == ["DRAIN demo-engine-1"]
+    assert cluster.status["updatedReplicas"] == 0
+    cluster.settle()
+    assert cluster.asked == ["demo-engine-1", "demo-engine-0"]
+    assert [engine["canary"] for engine in cluster.status["engines"]] == ["Passed", "Passed"]
+    assert cluster.status["updatedReplicas"] == 2
+
+
+def test_a_wrong_canary_stops_the_rollout_and_takes_the_engine_out_until_the_spec_changes(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.wrong_engines.add("demo-engine-1")
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "CanaryFailed"
+    assert "log-prob nan" in cluster.condition("Degraded")["message"]
+    assert cluster.coordinator.engines["demo-engine-1"].draining
+    assert cluster.deleted_pods == ["demo-engine-1-0"]
+    cluster.wrong_engines.clear()
+    cluster.patch(engine={"batching": {}})
+    cluster.settle()
+    assert cluster.deleted_pods == ["demo-engine-1-0", "demo-engine-1-0"]
+    assert not cluster.coordinator.engines["demo-engine-1"].draining
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_what_is_lost_of_an_engine_before_its_turn_is_made_from_its_own_revision(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    first = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
+    old = cluster.objects[first]
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.broken_engines.add("demo-engine-2")
+    cluster.settle()
+    del cluster.objects[first]
+    cluster.step()
+    made = cluster.objects[first]
+    assert {**made, "metadata": {**made["metadata"], "uid": ""}} == {**old, "metadata": {**old["metadata"], "uid": ""}}
+    made["spec"]["template"]["spec"]["containers"][0]["args"] = ["somebody's"]
+    cluster.unverified.add(first)
+    cluster.step()
+    assert cluster.objects[first]["spec"] == old["spec"]
+
+
+def test_revisions_are_recorded_before_their_engines_and_forgotten_after_them(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1)
+    kinds = [action.ref.kind for action in decide(cluster.world()).actions if isinstance(action, ApplyChild)]
+    assert kinds.index("ControllerRevision") < kinds.index("StatefulSet")
+    cluster.settle()
+    first = {ref for ref in cluster.objects if ref.kind == "ControllerRevision"}
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.step()
+    assert first < {ref for ref in cluster.objects if ref.kind == "ControllerRevision"}
+    cluster.settle()
+    (left,) = [ref for ref in cluster.objects if ref.kind == "ControllerRevision"]
+    assert left.name == f"demo-rev-{cluster.status['revision']}"
+
+
+def test_a_revision_that_a_new_operator_renders_otherwise_is_left_alone_until_its_turn(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    (record,) = [ref for ref in cluster.objects if ref.kind == "ControllerRevision"]
+    cluster.objects[record]["data"]["spec"]["engine"]["startupSeconds"] = 99
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.unverified.add(ChildRef("StatefulSet", "demo-engine-0", "apps/v1"))
+    applied = [action.ref.name for action in decide(cluster.world()).actions if isinstance(action, ApplyChild)]
+    assert "demo-engine-0" not in applied
+
+
+def test_one_unproven_engine_at_a_time_when_all_are_down(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.settle()
+    cluster.broken_engines |= {f"demo-engine-{index}" for index in range(3)}
+    cluster.patch(engine={"batching": {"maxRequests": 7}})
+    cluster.coordinator.engines.clear()
+    _play_until(cluster, lambda: cluster.deleted_pods)
+    for _ in range(5):
+        cluster.step()
+        cluster.tick()
+    assert cluster.deleted_pods == ["demo-engine-2-0"]
+    cluster.broken_engines.clear()
+    cluster.settle()
+    assert cluster.status["ready"] == "3/3"
+    assert cluster.status["updatedReplicas"] == 3

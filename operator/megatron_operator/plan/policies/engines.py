@@ -9,6 +9,7 @@ from megatron_operator.model.states import DesiredState, ResourceState, SignalKi
 from megatron_operator.plan.blockers import absent_engines, engines_wait
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.scene import EngineView, Scene
 from megatron_operator.plan.upkeep import remove_engine
 from megatron_operator.plan.world import DeletePods, EmitEvent
@@ -37,6 +38,8 @@ def undrain(scene: Scene) -> Verdict | None:
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining
         if not idle or engine.stale or engine.stale_pods or not any(not pod.deleting for pod in engine.pods):
+            continue
+        if engine.canary is Canary.FAILED:
             continue
         reason = f"engine {engine.name} was drained and is wanted again"
         verdict = waiting(

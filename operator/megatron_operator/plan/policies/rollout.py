@@ -1,8 +1,5 @@
-"""Policies that bring a changed spec to the engines.
-
-Invariants: an engine that serves is drained before its pods go; at most `rollout.maxUnavailable` wanted engines are
-not serving on account of a rollout; engines that do not serve anyway go first and cost nothing; while the resource is
-paused or suspended only those are touched. Stateless: the next step follows from the revisions that are observed.
+"""Policies that bring a changed spec to the engines. What comes next is decided by `plan.rollout`; here it gets its
+words and deeds. While the resource is paused or suspended only engines that do not serve are touched.
 """
 
 from __future__ import annotations
@@ -14,9 +11,11 @@ from megatron_operator.model.states import DesiredState, SignalKind
 from megatron_operator.plan.policies.engines import delete_pods, drained, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.rollout import Await, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
 from megatron_operator.plan.scene import EngineView, Scene
 from megatron_operator.plan.upkeep import apply
-from megatron_operator.plan.world import Action, EmitEvent
+from megatron_operator.plan.world import Action, AskCanary, EmitEvent
+from megatron_operator.render.model_source import model_argument
 from megatron_operator.render.server import server_deployment
 
 
@@ -60,32 +59,66 @@ def replace_model(scene: Scene) -> Verdict | None:
     return replace(verdict, operation=None)
 
 
+def engine_facts(scene: Scene, engine: EngineView) -> EngineFacts:
+    """What the planner may know of an engine. A process of an earlier revision does not speak for the wanted one."""
+    found, report = engine.statefulset, engine.report
+    said = report.revision if report is not None else ""
+    earlier = not engine.stale and found is not None and said not in ("", found.revision)
+    return EngineFacts(
+        name=engine.name,
+        current=not engine.stale,
+        leftover=not engine.stale and bool(engine.stale_pods),
+        leaving=all(pod.deleting for pod in engine.stale_pods),
+        serving=engine.serving and not earlier,
+        draining=report is not None and report.draining,
+        drained=drained(scene, engine),
+        canary=engine.canary,
+    )
+
+
 def rollout(scene: Scene) -> Verdict | None:
     """Engines whose revision is not the spec's are replaced, `maxUnavailable` at a time."""
-    outdated = [engine for engine in scene.wanted if engine.scaled > 0 and (engine.stale or engine.stale_pods)]
-    outdated = [engine for engine in outdated if not engine.stale or _appliable(scene, engine)]
-    total, done = len(scene.wanted), len(scene.wanted) - len(outdated)
-    step = f"rolling out revision {scene.wanted[0].rendered_revision}" if scene.wanted else "rolling out"
-    free = [engine for engine in outdated if not engine.serving or not engine.stale]
-    if free:
-        actions: list[Action] = []
-        for engine in free:
-            actions += _swap(scene, engine, f"{engine.name} gets the current revision")
-        names = ", ".join(engine.name for engine in free[:8])
-        if not actions:
-            return waiting(scene, Reason.ROLLING_OUT, step, f"the old pods of {names} to end")
-        return waiting(scene, Reason.ROLLING_OUT, step, f"{names} to register", actions=tuple(actions))
-    if not outdated or not running(scene):
+    engines = [engine for engine in scene.wanted if engine.scaled > 0]
+    if any(engine.stale and not _appliable(scene, engine) for engine in engines):
         return None
-    unavailable = [engine for engine in scene.wanted if not engine.serving]
-    due = next((engine for engine in outdated if drained(scene, engine)), None)
-    if due is not None:
-        reason = f"{due.name} gets revision {due.rendered_revision} ({done} of {total} have it)"
-        events = (EmitEvent("Normal", "EngineReplaced", reason),)
-        actions = [*_swap(scene, due, reason), *events]
-        verdict = waiting(scene, Reason.ROLLING_OUT, step, f"{due.name} to register", actions=tuple(actions))
-        return replace(verdict, operation=None)
-    if len(unavailable) >= scene.ctx.spec.rollout.max_unavailable:
-        names = ", ".join(engine.name for engine in unavailable[:8])
-        return waiting(scene, Reason.ROLLING_OUT, step, f"{names} to register before the next engine is taken")
-    return start(scene, SignalKind.DRAIN, engine=outdated[-1].name)
+    limit = scene.ctx.spec.rollout.max_unavailable
+    facts = [engine_facts(scene, engine) for engine in engines]
+    found = next_step(facts, max_unavailable=limit, running=running(scene))
+    by_name = {engine.name: engine for engine in engines}
+    step = f"rolling out revision {scene.wanted[0].rendered_revision}" if scene.wanted else "rolling out"
+    match found:
+        case Replace(names):
+            return _replaced(scene, [by_name[name] for name in names], step)
+        case Drain(name):
+            return start(scene, SignalKind.DRAIN, engine=name)
+        case Prove(name):
+            engine = by_name[name]
+            asked = AskCanary(name, engine.rendered_revision, model_argument(scene.ctx))
+            return waiting(
+                scene, Reason.ROLLING_OUT, step, f"a canary completion of {name}", actions=(asked,), requeue_after=10.0
+            )
+        case Await(names, what):
+            return waiting(scene, Reason.ROLLING_OUT, step, f"{', '.join(names[:8])}: {what}")
+        case Halt(name, drain):
+            if drain:
+                return start(scene, SignalKind.DRAIN, engine=name)
+            why = by_name[name].canary_message
+            on = f"a change of the spec; {name} answers its canary wrongly: {why}"
+            return waiting(scene, Reason.CANARY_FAILED, step, on)
+        case Finished():
+            return None
+
+
+def _replaced(scene: Scene, engines: list[EngineView], step: str) -> Verdict:
+    done = sum(engine.scaled > 0 and not engine.stale and not engine.stale_pods for engine in scene.wanted)
+    actions: list[Action] = []
+    for engine in engines:
+        before = engine.statefulset.revision if engine.statefulset is not None else ""
+        why = f"{engine.name} goes from revision {before} to {engine.rendered_revision}"
+        reason = f"{why} ({done} of {len(scene.wanted)} have it)"
+        actions += _swap(scene, engine, reason)
+        if engine.stale:
+            actions.append(EmitEvent("Normal", "EngineReplaced", reason))
+    names = ", ".join(engine.name for engine in engines[:8])
+    verdict = waiting(scene, Reason.ROLLING_OUT, step, f"{names} to register", actions=tuple(actions))
+    return replace(verdict, operation=None)

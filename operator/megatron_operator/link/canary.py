@@ -1,0 +1,90 @@
+"""A canary: one short greedy completion that goes to one engine alone, and what its answer must look like. Pure."""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from megatron_operator.plan.world import AskCanary, CanaryReport
+from megatron_runtime.wire.headers import ErrorCode, Header
+from megatron_runtime.wire.messages import Error, Final
+
+NEW_TOKENS = 4
+DEADLINE_SECONDS = 60.0
+ANY_PROMPT = (1, 2, 3, 4)
+"""Ids that every vocabulary has."""
+UNSUPPORTED = frozenset({ErrorCode.WRONG_ROLE, ErrorCode.MALFORMED})
+PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCode.UNAVAILABLE, ErrorCode.QUEUE_FULL})
+"""Say nothing about the engine: it, or the coordinator, was not there. The canary is sent again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Expectation:
+    """A prompt whose greedy continuation is known, whatever the precision: the runner-up is far behind."""
+
+    prompt: tuple[int, ...]
+    first_token: int
+
+
+KNOWN: dict[str, Expectation] = {}
+"""By `--model`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Canary:
+    """One that was sent."""
+
+    uid: bytes
+    asked: AskCanary
+    until: float
+    """On the sender's clock: when its answer is not waited for any more."""
+
+
+def new_canary(asked: AskCanary, *, now: float) -> Canary:
+    return Canary(secrets.token_bytes(16), asked, now + DEADLINE_SECONDS + 5.0)
+
+
+def frames_of(canary: Canary) -> list[bytes]:
+    """SUBMIT, pinned to the engine by the fifth element of its meta."""
+    known = KNOWN.get(canary.asked.model)
+    prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
+    meta = [False, 0, int(DEADLINE_SECONDS * 1000), False, canary.asked.engine]
+    params = {"temperature": 0.0, "top_k": 1, "num_tokens_to_generate": NEW_TOKENS, "return_log_probs": True}
+    head = msgpack.packb([int(Header.SUBMIT), canary.uid, meta])
+    return [head, prompt, b"", msgpack.packb(params)]
+
+
+def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
+    """What an answer says about the engine; None when it says nothing."""
+    revision = canary.asked.revision
+    if isinstance(answer, Error):
+        if answer.code in PASSING:
+            return None
+        supported = answer.code not in UNSUPPORTED
+        return CanaryReport(revision, ok=False, message=f"{answer.code.name}: {answer.message}", supported=supported)
+    reply = msgpack.unpackb(answer.reply)
+    if (reply.get("error") or {}).get("code") in PASSING:
+        return None
+    fault = _fault(canary, answer, reply)
+    return CanaryReport(revision, ok=fault is None, message=fault or "")
+
+
+def _fault(canary: Canary, answer: Final, reply: dict[str, Any]) -> str | None:
+    if reply.get("status") != "COMPLETED":
+        return f"the completion failed: {(reply.get('error') or {}).get('message', 'without a reason')}"
+    tokens = np.frombuffer(answer.tokens, dtype="<i4")
+    log_probs: Sequence[float] = reply.get("generated_log_probs") or ()
+    if not len(tokens):
+        return "the completion is empty"
+    if len(log_probs) != len(tokens) or not all(math.isfinite(value) for value in log_probs):
+        return f"log-probabilities {list(log_probs)} of {len(tokens)} tokens; each token must have a finite one"
+    known = KNOWN.get(canary.asked.model)
+    if known is not None and tokens[0] != known.first_token:
+        return f"token {int(tokens[0])} where this model says {known.first_token}"
+    return None
