@@ -12,7 +12,7 @@ CLUSTER ?= embedded
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-down test test-unit test-cluster test-e2e lint generate cluster-up cluster-down
+.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e soak lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -41,10 +41,16 @@ cluster-up: setup ## the embedded cluster alone; kubeconfig at build/cluster/kub
 cluster-down: ## end it: no process, mount, bridge or iptables rule stays
 	@$(PY) -m localcluster down
 
-test: lint test-unit test-cluster test-e2e ## every test that needs no GPU
+test: lint test-unit test-survival test-cluster test-e2e ## every test that needs no GPU
 
 test-unit: setup
 	@$(PYTEST) tests/unit
+
+test-survival: setup
+	@$(PYTEST) tests/survival
+
+soak: setup ## what `make test` runs once and short, many times and long (MEGATRON_REPETITIONS, MEGATRON_SEED)
+	@MEGATRON_SOAK=1 $(PYTEST) tests/survival
 
 test-cluster: setup
 	@$(PYTEST) tests/cluster

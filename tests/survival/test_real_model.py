@@ -1,0 +1,44 @@
+"""With a real model in float32 an engine that dies changes no answer."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+from fleet import Fleet, Load, until_serving
+from soak import repeated
+
+REQUESTS = 50
+MODEL_OPTIONS = ("--executor", "torch", "--dtype", "float32", "--threads", "1", "--kv-cache-memory", "128Mi")
+
+
+@pytest.mark.timeout(600)
+@repeated(soak=5)
+async def test_a_model_engine_is_killed_and_every_answer_is_that_of_an_undisturbed_run(
+    fleet: Fleet, seed: int, report: Callable[[str], None]
+) -> None:
+    await fleet.coordinator()
+    for name in ("engine-0", "engine-1"):
+        await fleet.engine(name, *MODEL_OPTIONS)
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines, seconds=180)
+    client = await fleet.client()
+    rng = random.Random(seed)
+    prompts = [rng.choices(range(100, 40_000), k=8) for _ in range(REQUESTS)]
+
+    def load() -> Load:
+        load = Load([client])
+        for prompt in prompts:
+            load.add(prompt, 12, temperature=0.0)
+        return load
+
+    undisturbed = load()
+    await undisturbed.finish(seconds=240)
+    answers = [record.final["generated_tokens"] for record in undisturbed.records if record.final is not None]
+    disturbed = load()
+    await disturbed.until(rng.randint(REQUESTS, 6 * REQUESTS))
+    await fleet.engines.pop("engine-0").kill()
+    await disturbed.finish(seconds=240)
+    for record, answer in zip(disturbed.records, answers, strict=True):
+        record.check(answer)
+    gaps = [record.longest_gap(since=0) for record in disturbed.records]
+    report(f"{REQUESTS} streams equal to the undisturbed run; longest wait for a frame {max(gaps):.2f} s")
