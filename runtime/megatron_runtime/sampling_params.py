@@ -7,6 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""value: a JSON schema (map), nothing, a regular expression, a Lark grammar, a list of texts."""
+
+MAX_LOGIT_BIAS_TOKENS = 1024
+
 IGNORE_EOS = -1
 """`termination_id` that lets no token of the vocabulary end a request."""
 
@@ -23,11 +28,19 @@ class InvalidSamplingParamsError(ValueError):
 class SamplingParams:
     """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
 
-    Filters compose: temperature first, then top-k, then top-p; 0 switches a filter off.
+    The logits are penalised and biased, divided by the temperature, then filtered by top-k, top-p and min-p in this
+    order; 0 switches a filter off.
 
     temperature:           divides the logits; 0 means greedy.
     top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
     top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
+    min_p:                 keep tokens at least min_p times as likely as the likeliest.
+    repetition_penalty:    divides positive and multiplies negative logits of tokens seen in prompt or answer (Keskar et
+                           al. 2019, arXiv:1909.05858); 1 is off.
+    presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
+    frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
+    logit_bias:            added to the logits of these tokens, -100 to 100 each.
+    structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
     num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
     num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
     min_tokens:            tokens generated before an end-of-sequence token or stop may end the request.
@@ -44,11 +57,19 @@ class SamplingParams:
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
     streaming_interval:    fewest unsent tokens that make a partial reply.
+    priority:              the lower number goes first where requests wait; equal ones in the order of arrival.
+    cache_salt:            requests share cached prefixes only with requests of the same salt.
     """
 
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    structured_output: dict[str, Any] | None = None
     num_tokens_to_generate: int | None = None
     num_tokens_total: int | None = None
     min_tokens: int = 0
@@ -65,6 +86,8 @@ class SamplingParams:
     add_BOS: bool = False
     streaming: bool = False
     streaming_interval: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
 
     def __post_init__(self) -> None:
         self.validate()
@@ -79,6 +102,10 @@ class SamplingParams:
             raise InvalidSamplingParamsError(
                 "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
             )
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
     @property
     def is_greedy(self) -> bool:
@@ -128,10 +155,51 @@ def _flag(value: object) -> bool:
     return isinstance(value, bool)
 
 
+def _in_range(low: float, high: float) -> Any:
+    return lambda value: _is_number(value) and low <= value <= high
+
+
+def _is_logit_bias(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIAS_TOKENS
+        and all(_is_int(token) and token >= 0 and _in_range(-100, 100)(bias) for token, bias in value.items())
+    )
+
+
+def _is_structured_output(value: object) -> bool:
+    match value:
+        case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
+            return True
+        case {"type": "regex" | "grammar", "value": str(text)}:
+            return bool(text)
+        case {"type": "choice", "value": [*texts]}:
+            return bool(texts) and all(isinstance(text, str) and text for text in texts)
+    return False
+
+
 _RULES: tuple[tuple[str, str, Any], ...] = (
     ("temperature", "a finite number >= 0", lambda v: _is_number(v) and v >= 0),
     ("top_k", "an integer >= 0 (0 switches it off)", lambda v: _is_int(v) and v >= 0),
     ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", lambda v: _is_number(v) and 0 <= v <= 1),
+    ("min_p", "a number from 0 to 1 (0 switches it off)", _in_range(0, 1)),
+    (
+        "repetition_penalty",
+        "a number above 0, at most 100 (1 switches it off)",
+        lambda v: _in_range(0, 100)(v) and v > 0,
+    ),
+    ("presence_penalty", "a number from -2 to 2", _in_range(-2, 2)),
+    ("frequency_penalty", "a number from -2 to 2", _in_range(-2, 2)),
+    (
+        "logit_bias",
+        f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from -100 to 100, or None",
+        _is_logit_bias,
+    ),
+    (
+        "structured_output",
+        f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
+        _is_structured_output,
+    ),
     ("num_tokens_to_generate", "an integer >= 1, or None", _optional_int_at_least(1)),
     ("num_tokens_total", "an integer >= 1, or None", _optional_int_at_least(1)),
     ("min_tokens", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
@@ -144,4 +212,12 @@ _RULES: tuple[tuple[str, str, Any], ...] = (
     ("top_n_logprobs", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
     ("streaming", "true or false", _flag),
     ("streaming_interval", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
+    ("skip_prompt_log_probs", "true or false", _flag),
+    ("return_prompt_tokens", "true or false", _flag),
+    ("priority", "an integer from -2**31 to 2**31 - 1", lambda v: _is_int(v) and -(1 << 31) <= v < 1 << 31),
+    (
+        "cache_salt",
+        "a text of at most 256 characters, or None",
+        lambda v: v is None or (isinstance(v, str) and len(v) <= 256),
+    ),
 )

@@ -22,6 +22,17 @@ from megatron_runtime.sampling_params import InvalidSamplingParamsError, Samplin
         ("stop_token_ids", ["a"]),
         ("streaming_interval", 0),
         ("termination_id", -2),
+        ("min_p", 1.5),
+        ("repetition_penalty", 0.0),
+        ("presence_penalty", 2.1),
+        ("frequency_penalty", float("inf")),
+        ("logit_bias", {"a": 1.0}),
+        ("logit_bias", {1: 101.0}),
+        ("structured_output", {"type": "yaml", "value": ""}),
+        ("structured_output", {"type": "json_schema"}),
+        ("structured_output", {"type": "choice", "value": []}),
+        ("priority", 1 << 31),
+        ("cache_salt", b"raw"),
     ],
 )
 def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> None:
@@ -40,9 +51,10 @@ def test_filters_compose() -> None:
 
 
 def test_unknown_attributes_survive_a_round_trip() -> None:
-    params = SamplingParams(top_k=3, stop_words=[])
+    params = SamplingParams(top_k=3, stop_words=[], logit_bias={7: -1.5})
     params.add_attributes({"beam": 4})
     again = SamplingParams.deserialize(params.serialize())
     assert again.beam == 4  # type: ignore[attr-defined]
     assert again.top_k == 3
     assert again.stop_words == []
+    assert again.logit_bias == {7: -1.5}
