@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
@@ -11,6 +12,7 @@ STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "ch
 """value: a JSON schema (map), nothing, a regular expression, a Lark grammar, a list of texts."""
 
 MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_TOP_LOGPROBS = 1000
 
 IGNORE_EOS = -1
 """`termination_id` that lets no token of the vocabulary end a request."""
@@ -43,14 +45,16 @@ class SamplingParams:
     structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
     num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
     num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
-    min_tokens:            tokens generated before an end-of-sequence token or stop may end the request.
+    min_tokens:            tokens generated before an end-of-sequence token or stop may end the request; the tokens that
+                           would end it are not drawn before, unless structured output allows nothing else.
     termination_id:        the token that ends the request; None means the model's own, -1 means none.
     stop_token_ids:        further tokens that end the request (kept out of the answer's text).
     stop_words:            texts that end the request.
     detokenize_stop_sequence: keep the matched stop text in the answer.
     seed:                  64-bit seed; None lets the originator of the request mint one.
-    return_log_probs:      log-probability of each generated token, from unmodified logits.
-    top_n_logprobs:        log-probabilities of the n likeliest tokens at each position.
+    return_log_probs:      log-probability of each generated token: of unmodified logits or of what was sampled from, as
+                           the engine's logprobs_mode says.
+    top_n_logprobs:        log-probabilities of the n likeliest tokens at each position, too.
     skip_prompt_log_probs: no log-probabilities for prompt tokens.
     return_prompt_tokens:  the reply carries the prompt's tokens.
     return_segments:       the reply carries the text of each token.
@@ -111,9 +115,27 @@ class SamplingParams:
     def is_greedy(self) -> bool:
         return self.temperature == 0 or self.top_k == 1
 
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.return_log_probs or self.top_n_logprobs > 0
+
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        """Its prompt has to be computed whole: what a prefix cache holds tells nothing about it."""
+        return self.wants_log_probs and not self.skip_prompt_log_probs
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidSamplingParamsError if a parameter names a token that the model does not have."""
+        unknown = [token for token in self.logit_bias or () if token >= vocab_size]
+        if unknown:
+            raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
+
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
         """Set attributes, known or not; unknown ones survive serialize() and deserialize()."""
+        known = {field.name for field in fields(self)}
         for name, value in attributes.items():
+            if name not in known and hasattr(type(self), name):
+                raise InvalidSamplingParamsError(name, value, "another name: this one is a part of the class")
             setattr(self, name, value)
         self.validate()
 
@@ -134,7 +156,7 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
 
 
 def _optional_int_at_least(low: int) -> Any:
@@ -156,6 +178,7 @@ def _flag(value: object) -> bool:
 
 
 def _in_range(low: float, high: float) -> Any:
+    # Integers beyond the range of floats compare exactly, so they are refused here.
     return lambda value: _is_number(value) and low <= value <= high
 
 
@@ -179,9 +202,9 @@ def _is_structured_output(value: object) -> bool:
 
 
 _RULES: tuple[tuple[str, str, Any], ...] = (
-    ("temperature", "a finite number >= 0", lambda v: _is_number(v) and v >= 0),
+    ("temperature", "a finite number >= 0", _in_range(0, sys.float_info.max)),
     ("top_k", "an integer >= 0 (0 switches it off)", lambda v: _is_int(v) and v >= 0),
-    ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", lambda v: _is_number(v) and 0 <= v <= 1),
+    ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", _in_range(0, 1)),
     ("min_p", "a number from 0 to 1 (0 switches it off)", _in_range(0, 1)),
     (
         "repetition_penalty",
@@ -209,11 +232,13 @@ _RULES: tuple[tuple[str, str, Any], ...] = (
     ("detokenize_stop_sequence", "true or false", _flag),
     ("seed", "an integer from 0 to 2**64 - 1, or None", lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 64)),
     ("return_log_probs", "true or false", _flag),
-    ("top_n_logprobs", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
+    ("top_n_logprobs", f"an integer from 0 to {MAX_TOP_LOGPROBS}", lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS),
     ("streaming", "true or false", _flag),
     ("streaming_interval", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
     ("skip_prompt_log_probs", "true or false", _flag),
     ("return_prompt_tokens", "true or false", _flag),
+    ("return_segments", "true or false", _flag),
+    ("add_BOS", "true or false", _flag),
     ("priority", "an integer from -2**31 to 2**31 - 1", lambda v: _is_int(v) and -(1 << 31) <= v < 1 << 31),
     (
         "cache_salt",
