@@ -61,27 +61,41 @@ class OptionalPort(click.ParamType["int | None"]):
         return int(value)
 
 
-class ApiKeysFile(click.ParamType["tuple[str, ...]"]):
+class ApiKeysFile(click.ParamType[Path]):
     """A file of API keys, one a line; empty lines and lines that begin with # do not count."""
 
     name = "file"
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, ...]:
-        if isinstance(value, tuple):
-            return value
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
+        from megatron_runtime.text_generation_server.auth import NoKeysError, read_keys
+
+        path = Path(value)
         try:
-            lines = Path(value).read_text(encoding="utf-8").splitlines()
+            read_keys(path)
+        except NoKeysError as error:
+            self.fail(f"{error}.", param, ctx)
         except (OSError, UnicodeDecodeError) as error:
             self.fail(f"{value!r} cannot be read ({error}): name a text file with one key a line.", param, ctx)
-        keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
-        if not keys:
-            # An empty file must not open the server to everybody.
-            self.fail(f"{value!r} holds no key: write one key a line, or leave the option out.", param, ctx)
-        return keys
+        return path
 
 
 PORT = click.IntRange(0, 65535)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
+
+
+def tool_call_parser(command: _F) -> _F:
+    """Add `--tool-call-parser`."""
+    option = click.option(
+        "--tool-call-parser",
+        type=click.Choice(TOOL_CALL_PARSERS),
+        default="auto",
+        show_default=True,
+        help="How the model writes tool calls; auto: as its chat template says; none: no tools.",
+    )
+    return option(command)
 
 
 def log_level(command: _F) -> _F:

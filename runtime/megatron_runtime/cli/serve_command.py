@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PORT, Memory, readable_errors
+from megatron_runtime.cli.options import PORT, ApiKeysFile, Memory, readable_errors, tool_call_parser
 from megatron_runtime.text_generation_server.settings import default_model_name
 
 _LOOPBACK = "127.0.0.1"
@@ -40,6 +40,7 @@ class ServeOptions:
     kv_cache_memory: int
     threads: int | None
     api_keys_file: Path | None
+    tool_call_parser: str
     drain_seconds: float
     verbose: bool
 
@@ -63,11 +64,8 @@ class ServeOptions:
 @click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of one step.")
 @click.option("--kv-cache-memory", type=Memory(), default="1Gi", show_default=True, help="Of each engine.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
-@click.option(
-    "--api-keys-file",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="One key a line; absent: open.",
-)
+@click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@tool_call_parser
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, show_default=True, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 @readable_errors
@@ -147,6 +145,7 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         "server",
         *("--coordinator", f"{_LOOPBACK}:{client_port}", "--model", options.model),
         *("--model-name", options.served_name, "--linger-seconds", "0"),
+        *("--tool-call-parser", options.tool_call_parser),
         *("--host", options.host, "--listen-fd", str(listener.fileno())),
         *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
         *(*length, *drain, *logs),

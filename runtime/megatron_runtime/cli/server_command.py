@@ -8,7 +8,16 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, PORT, Address, ApiKeysFile, Memory, log_level, readable_errors
+from megatron_runtime.cli.options import (
+    DIRECTORY,
+    PORT,
+    Address,
+    ApiKeysFile,
+    Memory,
+    log_level,
+    readable_errors,
+    tool_call_parser,
+)
 
 
 @click.command()
@@ -18,11 +27,13 @@ from megatron_runtime.cli.options import DIRECTORY, PORT, Address, ApiKeysFile, 
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
 @click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
-@click.option(
-    "--api-keys-file", "api_keys", type=ApiKeysFile(), default=(), help="One key a line; absent: open to all."
-)
+@click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@tool_call_parser
 @click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--max-body-size", "max_body_bytes", type=Memory(), default="4Mi", show_default=True)
+@click.option(
+    "--max-open-requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Beyond that 429."
+)
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @click.option(
     "--linger-seconds",

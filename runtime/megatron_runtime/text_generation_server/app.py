@@ -15,16 +15,24 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 import megatron_runtime
+from megatron_runtime.text_generation_server.auth import ApiKeys
 from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.chat import create_chat_completion
 from megatron_runtime.text_generation_server.completions import create_completion
 from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.text_generation_server.middleware import ObserveMiddleware
-from megatron_runtime.text_generation_server.schema import ChatRequest, CompletionRequest
+from megatron_runtime.text_generation_server.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
 from megatron_runtime.text_generation_server.sse import ClientDisconnectedError
+from megatron_runtime.text_generation_server.tokens import detokenize, tokenize
+from megatron_runtime.text_generation_server.tools import PARSERS, ToolParser, parser_of
 from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -39,12 +47,18 @@ Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokenizer) -> FastAPI:
-    """Return the application; its `state.service` is what probes and shutdown look at."""
+    """Return the application; its `state.service` is what probes and shutdown look at.
+
+    Raises ValueError for a tool-call parser that is unknown and a file of API keys that holds none, OSError for one
+    that cannot be read.
+    """
     service = Service(
         settings=settings,
         backend=backend,
         tokenizer=tokenizer,
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
+        api_keys=ApiKeys(file=settings.api_keys_file),
+        tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
     )
     app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
@@ -52,8 +66,13 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     _add_console(app)
     _add_probes(app, service)
     _add_models(app, service)
-    _add_generation(app, service, path="completions", handler=create_completion, body=CompletionRequest)
-    _add_generation(app, service, path="chat/completions", handler=create_chat_completion, body=ChatRequest)
+    for path, handler, body in (
+        ("completions", create_completion, CompletionRequest),
+        ("chat/completions", create_chat_completion, ChatRequest),
+        ("tokenize", tokenize, TokenizeRequest),
+        ("detokenize", detokenize, DetokenizeRequest),
+    ):
+        _add_json_route(app, service, path=path, handler=handler, body=body)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
@@ -82,10 +101,30 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     async def metrics() -> Response:
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
+    async def version() -> Response:
+        return JSONResponse({"version": megatron_runtime.__version__})
+
+    app.add_api_route("/version", version, methods=["GET"])
     app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
-    app.add_api_route("/readyz", readyz, methods=["GET", "HEAD"])
-    app.add_api_route("/health", readyz, methods=["GET", "HEAD"], operation_id="health")
+    for path in ("/readyz", "/health", "/v1/health"):
+        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
     app.add_api_route("/metrics", metrics, methods=["GET"])
+
+
+def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
+    if name == "auto":
+        return parser_of(None if tokenizer.chat_template is None else tokenizer.chat_template.source)
+    if name != "none" and name not in PARSERS:
+        raise ValueError(f"there is no tool-call parser {name!r}: use auto, none or one of {', '.join(PARSERS)}")
+    return PARSERS.get(name)
+
+
+def _authorize(service: Service, request: Request) -> None:
+    """Raise ApiError 401 unless the request carries one of the API keys, where any are set."""
+    if not service.api_keys.admits(request.headers.get("authorization", "")):
+        raise ApiError(
+            401, "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'.", code="invalid_api_key"
+        )
 
 
 def _add_models(app: FastAPI, service: Service) -> None:
@@ -99,11 +138,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
         }
 
     async def list_models(request: Request) -> Response:
-        service.authorize(request)
+        _authorize(service, request)
         return JSONResponse({"object": "list", "data": [card()]})
 
     async def get_model(request: Request) -> Response:
-        service.authorize(request)
+        _authorize(service, request)
         service.check_model(request.path_params["name"])
         return JSONResponse(card())
 
@@ -111,9 +150,9 @@ def _add_models(app: FastAPI, service: Service) -> None:
     app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
 
 
-def _add_generation(app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel]) -> None:
+def _add_json_route(app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel]) -> None:
     async def endpoint(request: Request) -> Response:
-        service.authorize(request)
+        _authorize(service, request)
         return await handler(service, request)
 
     schema = {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}}

@@ -5,64 +5,102 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import AsyncGenerator
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from megatron_runtime.text_generation_server.chat_choice import ChatChoice, Delta, Message
 from megatron_runtime.text_generation_server.generation import Generation, Piece
+from megatron_runtime.text_generation_server.logprobs import TokenLogProb, chat_log_probs
 from megatron_runtime.text_generation_server.schema import ChatRequest
-from megatron_runtime.text_generation_server.service import Service
-from megatron_runtime.text_generation_server.sse import EventStream, until_disconnect
+from megatron_runtime.text_generation_server.service import Prompt, Service
+from megatron_runtime.text_generation_server.sse import until_disconnect
+from megatron_runtime.text_generation_server.tool_choice import ToolUse, tool_use
 
 
 async def create_chat_completion(service: Service, request: Request) -> Response:
     """Answer a conversation."""
     asked = await service.read(request, ChatRequest)
     service.check_model(asked.model)
-    prompt = await service.encode_chat(asked)
+    tools = tool_use(asked, parser=service.tool_parser)
+    prompt = await service.encode_chat(asked.messages, tools=asked.offered_tools, variables=asked.chat_template_kwargs)
+    service.check_tokens(prompt, param="messages")
     generation = service.generation(
-        asked, [prompt], param="messages", max_tokens=asked.max_completion_tokens or asked.max_tokens
+        asked,
+        [Prompt(prompt, param="messages")],
+        max_tokens=asked.max_completion_tokens or asked.max_tokens,
+        log_probs=(asked.top_logprobs or 0) if asked.logprobs else None,
+        form=None if tools is None else tools.form,
+        markers=() if tools is None else tools.markers,
     )
-    head = {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time()), "model": asked.model}
+    answer = _ChatAnswer(service, asked, tools, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())})
     if asked.stream:
-        return EventStream(
-            _events(generation, {"object": "chat.completion.chunk", **head}, include_usage=asked.include_usage),
-            keep_alive_seconds=service.settings.keep_alive_seconds,
-            expired=service.expired,
-        )
+        return service.stream(answer.events(generation))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
-    return JSONResponse(
-        {
+    return JSONResponse(answer.whole(pieces, generation))
+
+
+@dataclass(frozen=True, slots=True)
+class _ChatAnswer:
+    """The JSON of one answer, whole or as events.
+
+    head: id and time, the same in every event.
+    """
+
+    service: Service
+    asked: ChatRequest
+    tools: ToolUse | None
+    head: dict[str, Any]
+
+    async def events(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
+        head = {"object": "chat.completion.chunk", **self.head, "model": self.asked.model}
+        usage: dict[str, Any] = {"usage": None} if self.asked.include_usage else {}
+        choices: dict[int, ChatChoice] = {}
+        async for piece in generation.stream():
+            choice = choices.get(piece.index) or choices.setdefault(piece.index, self._choice(piece.index))
+            for delta in choice.feed(piece):
+                yield {**head, "choices": [self._delta(delta)], **usage}
+        if self.asked.include_usage:
+            yield {**head, "choices": [], "usage": generation.usage.as_json()}
+
+    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
+        return {
             "object": "chat.completion",
-            **head,
-            "choices": [_whole_choice(piece) for piece in pieces],
+            **self.head,
+            "model": self.asked.model,
+            "choices": [self._whole_choice(piece) for piece in pieces],
             "usage": generation.usage.as_json(),
         }
-    )
 
+    def _choice(self, index: int) -> ChatChoice:
+        if self.tools is None:
+            return ChatChoice(index)
+        is_single = self.asked.parallel_tool_calls is False
+        return ChatChoice(index, parser=self.tools.parser(), is_named=self.tools.is_named, is_single=is_single)
 
-async def _events(
-    generation: Generation, head: dict[str, Any], *, include_usage: bool
-) -> AsyncGenerator[dict[str, Any]]:
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    begun: set[int] = set()
-    async for piece in generation.stream():
-        if piece.index not in begun:
-            begun.add(piece.index)
-            yield {**head, "choices": [_delta(piece.index, {"role": "assistant", "content": ""})], **usage}
-        if piece.text:
-            yield {**head, "choices": [_delta(piece.index, {"content": piece.text})], **usage}
-        if piece.finish_reason is not None:
-            yield {**head, "choices": [_delta(piece.index, {}, piece.finish_reason)], **usage}
-    if include_usage:
-        yield {**head, "choices": [], "usage": generation.usage.as_json()}
+    def _delta(self, delta: Delta) -> dict[str, Any]:
+        choice = {
+            "index": delta.index,
+            "delta": delta.delta,
+            "logprobs": self._log_probs(delta.log_probs) if delta.log_probs else None,
+            "finish_reason": delta.finish_reason,
+        }
+        return {**choice, "token_ids": delta.token_ids} if self.asked.return_token_ids else choice
 
+    def _whole_choice(self, piece: Piece) -> dict[str, Any]:
+        # A call that was forced has no text beside it; one that the model chose may have.
+        message = Message(empty="" if self.tools is not None and self.tools.form is not None else None)
+        for delta in self._choice(piece.index).feed(piece):
+            message.add(delta)
+        choice = {
+            "index": piece.index,
+            "message": message.as_json(),
+            "logprobs": self._log_probs(message.log_probs) if self.asked.logprobs else None,
+            "finish_reason": message.finish_reason,
+        }
+        return {**choice, "token_ids": message.token_ids} if self.asked.return_token_ids else choice
 
-def _delta(index: int, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-
-
-def _whole_choice(piece: Piece) -> dict[str, Any]:
-    message = {"role": "assistant", "content": piece.text, "refusal": None}
-    return {"index": piece.index, "message": message, "logprobs": None, "finish_reason": piece.finish_reason}
+    def _log_probs(self, entries: list[TokenLogProb]) -> dict[str, Any]:
+        return chat_log_probs(entries, self.service.tokenizer)

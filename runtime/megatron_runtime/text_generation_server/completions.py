@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from megatron_runtime.text_generation_server.generation import Generation
+from megatron_runtime.text_generation_server.errors import ApiError
+from megatron_runtime.text_generation_server.generation import Generation, Piece
+from megatron_runtime.text_generation_server.logprobs import completion_log_probs
 from megatron_runtime.text_generation_server.schema import CompletionRequest
-from megatron_runtime.text_generation_server.service import Service
-from megatron_runtime.text_generation_server.sse import EventStream, until_disconnect
+from megatron_runtime.text_generation_server.service import Prompt, Service
+from megatron_runtime.text_generation_server.sse import until_disconnect
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -22,14 +24,18 @@ async def create_completion(service: Service, request: Request) -> Response:
     """Complete one or several prompts; choices come in the order of the prompts."""
     asked = await service.read(request, CompletionRequest)
     service.check_model(asked.model)
-    prompts = [await service.encode(item) if isinstance(item, str) else item for item in asked.prompt]
-    echoed = [item if isinstance(item, str) else service.tokenizer.decode(item) for item in asked.prompt]
+    max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
+    if max_tokens == 0 and not asked.echo:
+        message = "Invalid value for max_tokens: 0 leaves no answer; use at least 1, or echo for the prompt alone."
+        raise ApiError(400, message, param="max_tokens", code="invalid_value")
+    given: Sequence[str | list[int]] = asked.prompt
+    prompts = [await _prompt(service, item, place, asked) for place, item in enumerate(given)]
     generation = service.generation(
         asked,
         prompts,
-        param="prompt",
-        max_tokens=asked.max_tokens or DEFAULT_MAX_TOKENS,
-        prefixes=echoed if asked.echo else None,
+        max_tokens=max_tokens,
+        log_probs=asked.logprobs,
+        prompt_log_probs=bool(asked.echo) and asked.logprobs is not None,
     )
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",
@@ -38,25 +44,35 @@ async def create_completion(service: Service, request: Request) -> Response:
         "model": asked.model,
     }
     if asked.stream:
-        return EventStream(
-            _events(generation, head, include_usage=asked.include_usage),
-            keep_alive_seconds=service.settings.keep_alive_seconds,
-            expired=service.expired,
-        )
+        return service.stream(_events(service, generation, asked, head))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
-    choices = [_choice(piece.index, piece.text, piece.finish_reason) for piece in pieces]
+    choices = [_choice(service, asked, piece) for piece in pieces]
     return JSONResponse({**head, "choices": choices, "usage": generation.usage.as_json()})
 
 
+async def _prompt(service: Service, item: str | list[int], place: int, asked: CompletionRequest) -> Prompt:
+    param = "prompt" if len(asked.prompt) == 1 else f"prompt[{place}]"
+    tokens = await service.encode(item) if isinstance(item, str) else item
+    service.check_tokens(tokens, param=param)
+    echoed = None
+    if asked.echo:
+        echoed = item if isinstance(item, str) else service.tokenizer.decode(item)
+    return Prompt(tokens, param=param, echoed=echoed)
+
+
 async def _events(
-    generation: Generation, head: dict[str, Any], *, include_usage: bool
+    service: Service, generation: Generation, asked: CompletionRequest, head: dict[str, Any]
 ) -> AsyncGenerator[dict[str, Any]]:
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
     async for piece in generation.stream():
-        yield {**head, "choices": [_choice(piece.index, piece.text, piece.finish_reason)], **usage}
-    if include_usage:
+        yield {**head, "choices": [_choice(service, asked, piece)], **usage}
+    if asked.include_usage:
         yield {**head, "choices": [], "usage": generation.usage.as_json()}
 
 
-def _choice(index: int, text: str, finish_reason: str | None) -> dict[str, Any]:
-    return {"index": index, "text": text, "logprobs": None, "finish_reason": finish_reason}
+def _choice(service: Service, asked: CompletionRequest, piece: Piece) -> dict[str, Any]:
+    log_probs = None
+    if asked.logprobs is not None:
+        log_probs = completion_log_probs(piece.log_probs, service.tokenizer)
+    choice = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
+    return {**choice, "token_ids": list(piece.token_ids)} if asked.return_token_ids else choice

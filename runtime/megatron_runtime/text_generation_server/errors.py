@@ -87,18 +87,24 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     return ApiError(400, f"Invalid value for {named}: {message}{seen}.", param=place or None, code="invalid_value")
 
 
-def from_reply_error(error: Mapping[str, Any] | None) -> ApiError:
-    """The error of a FAILED reply, by its HTTP-like code; 500 where it has none."""
+def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[str, str]) -> ApiError:
+    """The error of a FAILED reply, by its HTTP-like code; 500 where it has none.
+
+    field_names: request fields by the sampling parameter that the error may name.
+    """
     error = error or {}
-    code, message = error.get("code"), str(error.get("message") or "the engine failed to answer")
+    code, kind = error.get("code"), str(error.get("type") or "")
+    message = str(error.get("message") or "the engine failed to answer")
     status = code if isinstance(code, int) and 400 <= code < 600 else 500
-    if error.get("type") == "MaxSequenceLengthOverflow":
+    if kind.startswith("MaxSequenceLengthOverflow"):
         status = 400
         message = message if CONTEXT_LENGTH_PHRASE in message else f"{CONTEXT_LENGTH_PHRASE} {message}"
     retry = error.get("retry_after_seconds")
     if retry is None and status in (429, 503):
         retry = 1.0
-    return ApiError(status, message, code=error.get("type"), retry_after_seconds=retry)
+    field = error.get("field")
+    param = field_names.get(field, field) if isinstance(field, str) else None
+    return ApiError(status, message, param=param, code=kind or None, retry_after_seconds=retry)
 
 
 def _field_name(place: Sequence[str | int]) -> str:

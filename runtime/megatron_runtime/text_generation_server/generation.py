@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.text_generation_server.answer import AnswerText
+from megatron_runtime.text_generation_server.answer import Answer, Fragment, prompt_log_probs
 from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.errors import ApiError, from_reply_error
-from megatron_runtime.text_generation_server.metrics import ServerMetrics
+from megatron_runtime.text_generation_server.logprobs import TokenLogProb
+from megatron_runtime.text_generation_server.metrics import RequestObserver, ServerMetrics
 from megatron_runtime.tokenization import Tokenizer
 
 _MERGE_QUEUE_EVENTS = 64
@@ -27,26 +27,32 @@ class Job:
     """One choice to generate.
 
     index:  its place in the answer.
-    counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
-    prefix: text put before the generated text (echo).
     end_ids: tokens that may end the answer and are no part of its text.
+    visible: special tokens that are text all the same.
+    counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
+    prefix: text put before the generated text (echo); None for none.
+    prompt_only: what is generated is not part of the answer.
     """
 
     index: int
     prompt: list[int]
     params: SamplingParams
     end_ids: frozenset[int]
+    visible: frozenset[int] = frozenset()
     counts_prompt: bool = True
-    prefix: str = ""
+    prefix: str | None = None
+    prompt_only: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some text of one choice; the last one says why it ended."""
+    """A part of one choice; the last one says why it ended."""
 
     index: int
     text: str
     finish_reason: str | None = None
+    log_probs: Sequence[TokenLogProb] = ()
+    token_ids: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -61,7 +67,8 @@ class Usage:
         if job.counts_prompt:
             self.prompt += len(job.prompt)
             self.cached += reply.get("num_cached_tokens") or 0
-        self.completion += reply.get("generated_length") or len(reply.get("generated_tokens") or ())
+        if not job.prompt_only:
+            self.completion += len(reply["generated_tokens"])
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -72,10 +79,78 @@ class Usage:
         }
 
 
+class _Choice:
+    """One choice on its way: what has come of it, and its pieces."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, *, field_names: Mapping[str, str]) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._field_names = field_names
+        self._answer = Answer(
+            tokenizer,
+            end_ids=job.end_ids,
+            visible=job.visible,
+            wants_log_probs=job.params.return_log_probs,
+            offset=len(job.prefix or ""),
+        )
+        self._wants_prompt = job.params.return_log_probs and not job.params.skip_prompt_log_probs
+        self._has_begun = job.prefix is None
+
+    def begin(self) -> Piece | None:
+        """The echo, where it needs nothing from the engine."""
+        if self._has_begun or self._wants_prompt:
+            return None
+        self._has_begun = True
+        return Piece(self._job.index, self._job.prefix or "", token_ids=self._job.prompt)
+
+    def feed(self, partial: Mapping[str, Any]) -> Piece | None:
+        """Take a partial answer."""
+        echo = self._echo(partial) if "prompt_log_probs" in partial else None
+        if not self._has_begun or self._job.prompt_only:
+            # The prompt's log-probabilities come first, or with the final reply: so does all of the answer.
+            return echo
+        fragment = self._answer.feed(
+            partial["new_tokens"], partial.get("new_log_probs"), partial.get("new_top_n_logprobs")
+        )
+        return self._joined(echo, fragment)
+
+    def finish(self, reply: dict[str, Any]) -> Piece:
+        """Take the final reply. Raises ApiError when it is a failure."""
+        reason = self._reason(reply)
+        echo = None if self._has_begun else self._echo(reply)
+        if self._job.prompt_only:
+            return self._joined(echo, Fragment(), "length") or Piece(self._job.index, "", "length")
+        return self._joined(echo, self._answer.finish(reply), reason) or Piece(self._job.index, "", reason)
+
+    def _echo(self, reply: Mapping[str, Any]) -> Piece | None:
+        if self._has_begun:
+            return None
+        self._has_begun = True
+        job = self._job
+        entries = prompt_log_probs(self._tokenizer, job.prompt, reply) if self._wants_prompt else ()
+        return Piece(job.index, job.prefix or "", log_probs=entries, token_ids=job.prompt)
+
+    def _joined(self, echo: Piece | None, fragment: Fragment, reason: str | None = None) -> Piece | None:
+        piece = Piece(self._job.index, fragment.text, reason, fragment.log_probs, fragment.token_ids)
+        if echo is not None:
+            log_probs, token_ids = [*echo.log_probs, *piece.log_probs], [*echo.token_ids, *piece.token_ids]
+            piece = Piece(piece.index, echo.text + piece.text, reason, log_probs, token_ids)
+        return piece if piece.text or piece.token_ids or reason is not None else None
+
+    def _reason(self, reply: Mapping[str, Any]) -> str:
+        if reply.get("status") == "FAILED" or reply.get("error"):
+            raise from_reply_error(reply.get("error"), field_names=self._field_names)
+        reason: str = reply.get("finish_reason") or "stop"
+        if reason not in ("stop", "length"):
+            raise ApiError(503, f"generation ended early ({reason}): try again", code=reason, retry_after_seconds=1)
+        return reason
+
+
 @dataclass(slots=True)
 class Generation:
     """The jobs of one HTTP request.
 
+    field_names: request fields by the sampling parameter that they became, for errors.
     coordinator_wait_seconds: how long they wait for a coordinator that is away.
     """
 
@@ -83,6 +158,7 @@ class Generation:
     tokenizer: Tokenizer
     metrics: ServerMetrics
     jobs: Sequence[Job]
+    field_names: Mapping[str, str]
     coordinator_wait_seconds: float
     usage: Usage = field(default_factory=Usage)
 
@@ -106,14 +182,11 @@ class Generation:
             raise ApiError(503, message, code="coordinator_unreachable", retry_after_seconds=5) from error
 
     async def _collect_one(self, job: Job) -> Piece:
-        with self.metrics.request(len(job.prompt)) as observed:
-            async with _rejections():
+        choice = _Choice(job, self.tokenizer, field_names=self.field_names)
+        with self.metrics.request(len(job.prompt), streams=False) as observed:
+            async with _rejections(self.field_names):
                 reply = await self.backend.add_request(job.prompt, job.params)
-            reason = _finish_reason(reply)
-            text = job.prefix + AnswerText(self.tokenizer, end_ids=job.end_ids).finish(reply)
-            self.usage.add(job, reply)
-            observed.finished(reason, tokens=len(reply["generated_tokens"]))
-            return Piece(job.index, text, reason)
+            return self._finished(job, choice, reply, observed)
 
     async def stream(self) -> AsyncGenerator[Piece]:
         """Yield pieces as they come, choices interleaved. Closed early, it aborts what is still open."""
@@ -148,69 +221,44 @@ class Generation:
             await merged.put(error)
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
-        answer = AnswerText(self.tokenizer, end_ids=job.end_ids)
-        with self.metrics.request(len(job.prompt)) as observed:
-            async with _rejections():
+        choice = _Choice(job, self.tokenizer, field_names=self.field_names)
+        with self.metrics.request(len(job.prompt), streams=True) as observed:
+            async with _rejections(self.field_names):
                 stream = self.backend.add_request_streaming(job.prompt, job.params)
             async with aclosing(stream):
-                if job.prefix:
-                    yield Piece(job.index, job.prefix)
-                async for event in _translated(stream):
+                if (echo := choice.begin()) is not None:
+                    yield echo
+                async for event in _translated(stream, self.field_names):
                     if "final" in event:
-                        reply = event["final"]
-                        reason = _finish_reason(reply)
-                        self.usage.add(job, reply)
-                        observed.finished(reason, tokens=len(reply["generated_tokens"]))
-                        yield Piece(job.index, answer.finish(reply), reason)
+                        yield self._finished(job, choice, event["final"], observed)
                         return
-                    tokens = event["partial"]["new_tokens"]
-                    observed.tokens(len(tokens), at=time.perf_counter())
-                    text = answer.feed(tokens)
-                    if text:
-                        yield Piece(job.index, text)
+                    partial = event["partial"]
+                    observed.tokens(len(partial["new_tokens"]), at=time.perf_counter())
+                    if (piece := choice.feed(partial)) is not None:
+                        yield piece
         raise ApiError(500, "the engine's stream ended without a final answer")
 
-
-def choice_seed(seed: int | None, *, choice: int) -> int | None:
-    """Return the 64-bit seed of one of n choices: the given one for the first, derived and independent for the rest."""
-    if seed is None:
-        return None
-    seed &= (1 << 64) - 1
-    if choice == 0:
-        return seed
-    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
+    def _finished(self, job: Job, choice: _Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
+        piece = choice.finish(reply)
+        self.usage.add(job, reply)
+        observed.finished(piece.finish_reason or "stop", reply)
+        return piece
 
 
 @asynccontextmanager
-async def _rejections() -> AsyncGenerator[None]:
+async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
     """Turn the client's refusals into answers."""
     try:
         yield
     except RequestRejectedError as error:
-        raise from_reply_error(
-            {
-                "code": error.code,
-                "message": str(error),
-                "type": getattr(error, "type", None),
-                "retry_after_seconds": error.retry_after_seconds,
-            }
-        ) from error
+        told = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
+        raise from_reply_error(told, field_names=field_names) from error
 
 
-async def _translated(stream: Any) -> AsyncIterator[dict[str, Any]]:
-    async with _rejections():
+async def _translated(stream: Any, field_names: Mapping[str, str]) -> AsyncIterator[dict[str, Any]]:
+    async with _rejections(field_names):
         async for event in stream:
             yield event
-
-
-def _finish_reason(reply: dict[str, Any]) -> str:
-    if reply.get("status") == "FAILED" or reply.get("error"):
-        raise from_reply_error(reply.get("error"))
-    reason: str = reply.get("finish_reason") or "stop"
-    if reason not in ("stop", "length"):
-        raise ApiError(503, f"generation ended early ({reason}): try again", code=reason, retry_after_seconds=1)
-    return reason
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

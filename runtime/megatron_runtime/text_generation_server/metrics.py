@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_TIMES_OF_REPLY = {
+    "queue_seconds": ("request_queue_time_seconds", "Time in the engine's queue."),
+    "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
+    "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
+}
+"""Times that an engine may tell in its final reply, and the histograms that they enter."""
+
+
+class _Twins:
+    """One metric, under each of its names."""
+
+    def __init__(self, metrics: list[Any]) -> None:
+        self._metrics = metrics
+
+    def add(self, value: float) -> None:
+        """Add to a counter or a gauge."""
+        for metric in self._metrics:
+            metric.inc(value)
+
+    def observe(self, value: float) -> None:
+        for metric in self._metrics:
+            metric.observe(value)
 
 
 class _Families:
-    """Creates each metric once per name and writes to all of them."""
+    """Creates each metric once per name, labelled with the model."""
 
     def __init__(self, registry: CollectorRegistry, *, model: str, vllm: bool) -> None:
         self._registry = registry
         self._model = model
         self._prefixes = ("megatron_", "vllm:") if vllm else ("megatron_",)
 
-    def histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> list[Histogram]:
-        return [
-            Histogram(prefix + name, text, ["model_name"], buckets=buckets, registry=self._registry).labels(self._model)
-            for prefix in self._prefixes
-        ]
+    def gauge(self, name: str, text: str) -> _Twins:
+        return self._twins(Gauge, name, text)
 
-    def counter(self, name: str, text: str) -> list[Counter]:
-        return [
-            Counter(prefix + name, text, ["model_name"], registry=self._registry).labels(self._model)
-            for prefix in self._prefixes
-        ]
+    def counter(self, name: str, text: str) -> _Twins:
+        return self._twins(Counter, name, text)
 
-    def gauge(self, name: str, text: str) -> list[Gauge]:
-        return [
-            Gauge(prefix + name, text, ["model_name"], registry=self._registry).labels(self._model)
-            for prefix in self._prefixes
-        ]
+    def histogram(self, name: str, text: str, *, buckets: tuple[float, ...] = _SECONDS) -> _Twins:
+        return self._twins(Histogram, name, text, buckets=buckets)
 
-    def finished_counter(self) -> list[Counter]:
-        return [
-            Counter(
-                f"{prefix}request_success",
-                "Requests answered, by reason.",
-                ["model_name", "finished_reason"],
-                registry=self._registry,
-            )
-            for prefix in self._prefixes
+    def by_reason(self, name: str, text: str) -> dict[str, _Twins]:
+        """A counter for each reason why an answer ends."""
+        labels = ["model_name", "finished_reason"]
+        metrics = [Counter(prefix + name, text, labels, registry=self._registry) for prefix in self._prefixes]
+        return {
+            reason: _Twins([metric.labels(self._model, reason) for metric in metrics]) for reason in ("stop", "length")
+        }
+
+    def _twins(self, kind: type[Any], name: str, text: str, **options: Any) -> _Twins:
+        metrics = [
+            kind(prefix + name, text, ["model_name"], registry=self._registry, **options) for prefix in self._prefixes
         ]
+        return _Twins([metric.labels(self._model) for metric in metrics])
 
 
 class ServerMetrics:
@@ -55,17 +72,26 @@ class ServerMetrics:
 
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
-        self._model = model
+        self.open_requests = 0
+        """Choices that are not answered yet."""
+        ProcessCollector(registry=self.registry)
         families = _Families(self.registry, model=model, vllm=vllm)
-        self._running = families.gauge("num_requests_running", "Requests that this server waits for.")
-        self._prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of answered requests.")
-        self._generation_tokens = families.counter("generation_tokens", "Generated tokens.")
-        self._finished = families.finished_counter()
-        self._ttft = families.histogram("time_to_first_token_seconds", "Streams: time to the first token.", _SECONDS)
-        self._itl = families.histogram("inter_token_latency_seconds", "Streams: time between tokens.", _SECONDS)
-        self._e2e = families.histogram("e2e_request_latency_seconds", "Time to the whole answer.", _SECONDS)
-        self._prompt_size = families.histogram("request_prompt_tokens", "Prompt tokens of a request.", _TOKENS)
-        self._answer_size = families.histogram("request_generation_tokens", "Generated tokens of a request.", _TOKENS)
+        self.running = families.gauge("num_requests_running", "Choices under way; streams from their first token on.")
+        self.waiting = families.gauge("num_requests_waiting", "Streams without a first token.")
+        self.prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = families.counter("generation_tokens", "Generated tokens.")
+        self.cache_queries = families.counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches.")
+        self.cache_hits = families.counter("prefix_cache_hits", "Prompt tokens found in prefix caches.")
+        self.finished = families.by_reason("request_success", "Choices answered, by reason.")
+        self.ttft = families.histogram("time_to_first_token_seconds", "Streams: time to the first token.")
+        self.itl = families.histogram("inter_token_latency_seconds", "Streams: time between tokens.")
+        self.e2e = families.histogram("e2e_request_latency_seconds", "Time to the whole answer.")
+        self.inference = families.histogram("request_inference_time_seconds", "Prefill and decode.")
+        self.times = {key: families.histogram(name, text) for key, (name, text) in _TIMES_OF_REPLY.items()}
+        self.prompt_size = families.histogram("request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
+        self.answer_size = families.histogram(
+            "request_generation_tokens", "Generated tokens of a request.", buckets=_TOKENS
+        )
         self.responses = Counter(
             "megatron_http_responses", "Answers by route and status.", ["route", "status"], registry=self.registry
         )
@@ -74,66 +100,60 @@ class ServerMetrics:
         )
 
     @contextmanager
-    def request(self, prompt_tokens: int) -> Generator[RequestObserver]:
+    def request(self, prompt_tokens: int, *, streams: bool) -> Generator[RequestObserver]:
         """Observe one choice from submission to its end; one that ends without `finished` counts as aborted."""
-        observer = RequestObserver(self, prompt_tokens)
-        for gauge in self._running:
-            gauge.inc()
+        observer = RequestObserver(self, prompt_tokens, streams=streams)
+        self.open_requests += 1
         try:
             yield observer
         finally:
-            for gauge in self._running:
-                gauge.dec()
-            if not observer.is_finished:
-                self.aborted.inc()
-
-    def first_token(self, seconds: float) -> None:
-        for histogram in self._ttft:
-            histogram.observe(seconds)
-
-    def next_token(self, seconds: float) -> None:
-        for histogram in self._itl:
-            histogram.observe(seconds)
-
-    def answered(self, *, reason: str, seconds: float, prompt_tokens: int, tokens: int) -> None:
-        for finished in self._finished:
-            finished.labels(self._model, reason).inc()
-        for histogram, value in (
-            *((h, seconds) for h in self._e2e),
-            *((h, prompt_tokens) for h in self._prompt_size),
-            *((h, tokens) for h in self._answer_size),
-        ):
-            histogram.observe(value)
-        for counter in self._prompt_tokens:
-            counter.inc(prompt_tokens)
-        for counter in self._generation_tokens:
-            counter.inc(tokens)
+            self.open_requests -= 1
+            observer.ended()
 
 
 class RequestObserver:
-    """Timings of one choice."""
+    """One choice: where it stands, and when what came."""
 
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: int) -> None:
+    def __init__(self, metrics: ServerMetrics, prompt_tokens: int, *, streams: bool) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
         self._started = time.perf_counter()
         self._last: float | None = None
-        self.is_finished = False
+        self._gauge = metrics.waiting if streams else metrics.running
+        self._gauge.add(1)
+        self._is_finished = False
 
     def tokens(self, count: int, *, at: float) -> None:
         """Note `count` tokens that came together at time `at` (of perf_counter)."""
         if self._last is None:
-            self._metrics.first_token(at - self._started)
-        elif count:
+            self._gauge.add(-1)
+            self._gauge = self._metrics.running
+            self._gauge.add(1)
+            self._metrics.ttft.observe(at - self._started)
+        else:
             for _ in range(count):
-                self._metrics.next_token((at - self._last) / count)
+                self._metrics.itl.observe((at - self._last) / count)
         self._last = at
 
-    def finished(self, reason: str, *, tokens: int) -> None:
-        self.is_finished = True
-        self._metrics.answered(
-            reason=reason,
-            seconds=time.perf_counter() - self._started,
-            prompt_tokens=self._prompt_tokens,
-            tokens=tokens,
-        )
+    def finished(self, reason: str, reply: Mapping[str, Any]) -> None:
+        """Note the final reply."""
+        self._is_finished = True
+        metrics, tokens = self._metrics, len(reply["generated_tokens"])
+        metrics.finished[reason].add(1)
+        metrics.e2e.observe(time.perf_counter() - self._started)
+        metrics.prompt_size.observe(self._prompt_tokens)
+        metrics.answer_size.observe(tokens)
+        metrics.prompt_tokens.add(self._prompt_tokens)
+        metrics.generation_tokens.add(tokens)
+        metrics.cache_queries.add(self._prompt_tokens)
+        metrics.cache_hits.add(reply.get("num_cached_tokens") or 0)
+        told = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
+        for key, seconds in told.items():
+            metrics.times[key].observe(seconds)
+        if {"prefill_seconds", "decode_seconds"} <= told.keys():
+            metrics.inference.observe(told["prefill_seconds"] + told["decode_seconds"])
+
+    def ended(self) -> None:
+        self._gauge.add(-1)
+        if not self._is_finished:
+            self._metrics.aborted.inc()

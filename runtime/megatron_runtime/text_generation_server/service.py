@@ -1,11 +1,10 @@
-"""What every route shares: limits, tokenization, sampling parameters, readiness."""
+"""What every route shares: limits, tokenization, jobs, readiness."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -13,13 +12,17 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.text_generation_server.auth import ApiKeys
 from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.errors import ApiError, context_length_error, from_validation
-from megatron_runtime.text_generation_server.generation import Generation, Job, choice_seed
+from megatron_runtime.text_generation_server.generation import Generation, Job
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
-from megatron_runtime.text_generation_server.schema import ChatRequest, GenerationRequest
+from megatron_runtime.text_generation_server.sampling import FIELD_NAMES, form_of, sampling_params
+from megatron_runtime.text_generation_server.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.text_generation_server.sse import EventStream
+from megatron_runtime.text_generation_server.tools import ToolParser
+from megatron_runtime.text_generation_server.tools.prompt import as_plain_messages
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer
 
 TEXT_TOKENIZED_IN_PLACE = 4096
@@ -30,14 +33,32 @@ MAX_JOBS = 1024
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt.
+
+    param:  the field that it came from, for errors.
+    echoed: its text, where the answer begins with it.
+    """
+
+    tokens: list[int]
+    param: str
+    echoed: str | None = None
+
+
 @dataclass(slots=True)
 class Service:
-    """One per server process."""
+    """One per server process.
+
+    tool_parser: reads the calls in answers; None where tools are not offered.
+    """
 
     settings: ServerSettings
     backend: Backend
     tokenizer: Tokenizer
     metrics: ServerMetrics
+    api_keys: ApiKeys
+    tool_parser: type[ToolParser] | None
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
@@ -60,19 +81,6 @@ class Service:
         if self.draining:
             missing.append("the server is shutting down")
         return missing
-
-    def authorize(self, request: Request) -> None:
-        """Raise ApiError 401 unless the request carries one of the API keys, where any are set."""
-        if not self.settings.api_keys:
-            return
-        scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        matches = [hmac.compare_digest(given.strip().encode(), key.encode()) for key in self.settings.api_keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            raise ApiError(
-                401,
-                "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'.",
-                code="invalid_api_key",
-            )
 
     def check_model(self, name: str) -> None:
         if name != self.settings.served_name:
@@ -105,52 +113,78 @@ class Service:
             chunks.append(chunk)
         return b"".join(chunks)
 
-    async def encode(self, text: str) -> list[int]:
+    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         if len(text) <= TEXT_TOKENIZED_IN_PLACE:
-            return self.tokenizer.encode(text)
-        return await asyncio.to_thread(self.tokenizer.encode, text)
+            return self.tokenizer.encode(text, add_special=add_special)
+        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
 
-    async def encode_chat(self, request: ChatRequest) -> list[int]:
-        messages = [message.for_template() for message in request.messages]
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens of a conversation, with the tools described in it. Raises ApiError 400."""
+        rendered = [message.for_template() for message in messages]
+        described = [tool.for_template() for tool in tools] or None
+        template = self.tokenizer.chat_template
+        if template is not None and not template.reads_tools:
+            rendered, described = as_plain_messages(rendered, described), None
         try:
-            text = self.tokenizer.render_chat(messages, variables=request.chat_template_kwargs)
+            text = self.tokenizer.render_chat(rendered, tools=described, variables=variables)
         except ChatTemplateError as error:
-            raise ApiError(400, f"{error}.", param="messages", code="invalid_value") from error
-        if len(text) <= TEXT_TOKENIZED_IN_PLACE:
-            return self.tokenizer.encode(text, add_special=False)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=False)
+            raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
+        return await self.encode(text, add_special=False)
 
     def generation(
         self,
         request: GenerationRequest,
-        prompts: Sequence[list[int]],
+        prompts: Sequence[Prompt],
         *,
-        param: str,
         max_tokens: int | None,
-        prefixes: Sequence[str] | None = None,
+        log_probs: int | None,
+        prompt_log_probs: bool = False,
+        form: dict[str, Any] | None = None,
+        markers: Sequence[str] = (),
     ) -> Generation:
         """Return the jobs of a request, ready to run.
 
-        param: the field that holds the prompt, for errors.  max_tokens: None means up to the sequence limit.
-        Raises ApiError 400 for a prompt that is empty, too long or outside the vocabulary.
+        max_tokens: None means up to the sequence limit; 0 gives the prompt alone.
+        log_probs:  how many of the likeliest tokens to report at each place; None reports no log-probabilities.
+        form:       what the answer must look like; None means what the request itself asks for.
+        markers:    special tokens that are text all the same.
+        Raises ApiError 400 for a prompt that is too long, or sampling parameters that are wrong.
         """
         choices = request.n or 1
         if len(prompts) * choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
+        if (open_jobs := self.metrics.open_requests) + len(prompts) * choices > self.settings.max_open_requests:
+            message = f"This server has {open_jobs} open requests, of {self.settings.max_open_requests}: try again."
+            raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
+        own = form_of(request)
+        form_field = "tool_choice" if own is None else own[1]
+        form = form if own is None else own[0]
+        end_ids, visible = self._end_ids(request), self._ids_of(markers)
         jobs = []
         for place, prompt in enumerate(prompts):
-            named = param if len(prompts) == 1 else f"{param}[{place}]"
-            budget = self._budget(prompt, max_tokens, param=named)
+            budget = self._budget(prompt, max_tokens)
             for choice in range(choices):
-                params = self._sampling(request, budget=budget, choice=choice)
+                params = sampling_params(
+                    request,
+                    self.tokenizer,
+                    budget=budget,
+                    choice=choice,
+                    form=form,
+                    log_probs=log_probs,
+                    prompt_log_probs=prompt_log_probs,
+                )
                 jobs.append(
                     Job(
                         index=place * choices + choice,
-                        prompt=prompt,
+                        prompt=prompt.tokens,
                         params=params,
-                        end_ids=self._end_ids(request),
+                        end_ids=end_ids,
+                        visible=visible,
                         counts_prompt=choice == 0,
-                        prefix=prefixes[place] if prefixes else "",
+                        prefix=prompt.echoed,
+                        prompt_only=max_tokens == 0,
                     )
                 )
         return Generation(
@@ -158,8 +192,12 @@ class Service:
             tokenizer=self.tokenizer,
             metrics=self.metrics,
             jobs=jobs,
+            field_names={**FIELD_NAMES, "structured_output": form_field},
             coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
         )
+
+    def stream(self, events: AsyncGenerator[dict[str, Any]]) -> EventStream:
+        return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
 
     @contextmanager
     def serving(self) -> Iterator[None]:
@@ -177,44 +215,30 @@ class Service:
         while self.in_flight:
             await self._idle.wait()
 
-    def _budget(self, prompt: list[int], wanted: int | None, *, param: str) -> int | None:
-        if not prompt:
+    def check_tokens(self, tokens: Sequence[int], *, param: str) -> None:
+        """Raise ApiError 400 for a prompt that is empty or outside the vocabulary."""
+        if not tokens:
             raise ApiError(400, f"Invalid value for {param}: it has no tokens.", param=param, code="invalid_value")
-        outside = next((id_ for id_ in prompt if not 0 <= id_ < self.tokenizer.vocab_size), None)
+        outside = next((id_ for id_ in tokens if not 0 <= id_ < self.tokenizer.vocab_size), None)
         if outside is not None:
             message = f"Invalid value for {param}: token id {outside} is not in 0..{self.tokenizer.vocab_size - 1}."
             raise ApiError(400, message, param=param, code="invalid_value")
+
+    def _budget(self, prompt: Prompt, wanted: int | None) -> int | None:
+        """Most tokens to generate: at least one, so that an engine has something to do."""
+        wanted = None if wanted is None else max(wanted, 1)
         limit = self.sequence_limit
         if limit is None:
             return wanted
-        room = limit - len(prompt)
+        room = limit - len(prompt.tokens)
         if room < 1:
-            raise context_length_error(prompt_length=len(prompt), limit=limit, param=param)
+            raise context_length_error(prompt_length=len(prompt.tokens), limit=limit, param=prompt.param)
         return room if wanted is None else min(wanted, room)
 
     def _end_ids(self, request: GenerationRequest) -> frozenset[int]:
         own = () if request.ignore_eos else self.tokenizer.eos_ids
         return frozenset((*own, *(request.stop_token_ids or ())))
 
-    def _sampling(self, request: GenerationRequest, *, budget: int | None, choice: int) -> SamplingParams:
-        temperature = 1.0 if request.temperature is None else request.temperature
-        greedy = temperature == 0
-        eos = self.tokenizer.eos_ids
-        ends_at_eos = bool(eos) and not request.ignore_eos
-        further = [*(eos[1:] if ends_at_eos else ()), *(request.stop_token_ids or ())]
-        chosen: dict[str, Any] = {
-            "temperature": temperature,
-            "top_k": 1 if greedy else max(request.top_k or 0, 0),
-            "top_p": 0.0 if greedy else request.top_p or 0.0,
-            "num_tokens_to_generate": budget,
-            "min_tokens": request.min_tokens or 0,
-            "termination_id": eos[0] if ends_at_eos else IGNORE_EOS,
-            "stop_token_ids": further or None,
-            "stop_words": request.stop or None,
-            "seed": choice_seed(request.seed, choice=choice),
-            "streaming": bool(request.stream),
-        }
-        try:
-            return SamplingParams(**chosen)
-        except InvalidSamplingParamsError as error:
-            raise ApiError(400, f"{error}.", param=error.field, code="invalid_value") from error
+    def _ids_of(self, markers: Sequence[str]) -> frozenset[int]:
+        ids = (self.tokenizer.token_id(marker) for marker in markers)
+        return frozenset(id_ for id_ in ids if id_ is not None and id_ in self.tokenizer.special_ids)

@@ -15,9 +15,12 @@ class ServerSettings:
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
     host, port:         where HTTP listens; port 0 picks a free one.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
-    api_keys:           bearer tokens that open /v1; empty leaves it open.
+    api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
+    tool_call_parser:   how the model writes tool calls: a name of `tools.PARSERS`, "auto" for what its chat template
+                        says, "none" to offer no tools.
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
     max_body_bytes:     longest request body.
+    max_open_requests:  choices generated or waited for at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
@@ -31,9 +34,11 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys_dir: Path | None = None
-    api_keys: tuple[str, ...] = ()
+    api_keys_file: Path | None = None
+    tool_call_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
+    max_open_requests: int = 10_000
     keep_alive_seconds: float = 15.0
     coordinator_wait_seconds: float = 30.0
     drain_seconds: float = 60.0

@@ -12,7 +12,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -23,7 +23,14 @@ _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered: the message says what the template objected to."""
+    """The conversation cannot be rendered: the message says what the template objected to.
+
+    variable: the variable at fault, where it is one that the request gave.
+    """
+
+    def __init__(self, message: str, *, variable: str | None = None) -> None:
+        super().__init__(message)
+        self.variable = variable
 
 
 class _GenerationBlock(Extension):
@@ -54,6 +61,8 @@ class ChatTemplate:
         self._special = dict(special)
         try:
             self._template = environment.from_string(source)
+            self.reads_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
+            """Whether the template has a way to tell the model of tools."""
         except jinja2.TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the model's chat template is not valid Jinja, line {error.lineno}: {error}"
@@ -74,7 +83,11 @@ class ChatTemplate:
         given = dict(variables or {})
         taken = sorted(_RESERVED & given.keys())
         if taken:
-            raise ChatTemplateError(f"chat template variable {taken[0]!r} is set by the request itself: remove it")
+            name = taken[0]
+            raise ChatTemplateError(
+                f"chat template variable {name!r} is set by the request itself: remove it",
+                variable=f"chat_template_kwargs.{name}",
+            )
         scope = {"add_generation_prompt": True, "documents": None, **self._special, **given}
         try:
             # Any exception of the template's own code is a verdict on the messages, whatever its type.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import tokenizers
@@ -10,6 +11,10 @@ import tokenizers
 from megatron_runtime.tokenization.byte_level import piece_to_bytes
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece vocabularies write for a space."""
 
 
 class Tokenizer:
@@ -87,18 +92,33 @@ class Tokenizer:
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
-    def detokenizer(self, *, skip_special: bool = True) -> Detokenizer:
-        """Return a fresh incremental decoder for one sequence."""
+    def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
+        """Return a fresh incremental decoder for one sequence.
+
+        visible: special tokens that are text all the same.
+        """
+        hidden = self.special_ids.difference(visible) if skip_special else frozenset()
         if self._is_byte_level:
-            return ByteLevelDetokenizer(self._visible_bytes if skip_special else self._token_bytes)
-        return WindowDetokenizer(lambda ids: self._backend.decode(ids, skip_special_tokens=skip_special))
+            return ByteLevelDetokenizer(lambda id_: b"" if id_ in hidden else self.token_bytes(id_))
+        return WindowDetokenizer(
+            lambda ids: self._backend.decode([id_ for id_ in ids if id_ not in hidden], skip_special_tokens=False)
+        )
 
-    def _visible_bytes(self, id_: int) -> bytes:
-        return b"" if id_ in self.special_ids else self._token_bytes(id_)
+    def token_id(self, text: str) -> int | None:
+        """Return the id of the vocabulary entry that is written `text`."""
+        id_: int | None = self._backend.token_to_id(text)
+        return id_
 
-    def _token_bytes(self, id_: int) -> bytes:
+    def token_bytes(self, id_: int) -> bytes:
+        """Return the bytes that a token stands for, special or not; none for an id outside the vocabulary."""
         known = self._bytes.get(id_)
         if known is None:
             piece = self._backend.id_to_token(id_) if 0 <= id_ < self.vocab_size else None
-            known = self._bytes[id_] = b"" if piece is None else piece_to_bytes(piece)
+            known = self._bytes[id_] = b"" if piece is None else self._piece_bytes(piece)
         return known
+
+    def _piece_bytes(self, piece: str) -> bytes:
+        if self._is_byte_level:
+            return piece_to_bytes(piece)
+        byte = _BYTE_PIECE.fullmatch(piece)
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import json
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import tokenizers
 
 from megatron_runtime.text_generation_server.app import create_app
 from megatron_runtime.text_generation_server.listener import listen
@@ -22,6 +24,7 @@ from megatron_runtime.text_generation_server.run import HttpServer, drain, http_
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 
 MODEL = "smollm2"
 
@@ -48,8 +51,20 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def answer() -> str:
-    """What the backend answers to every greedy request."""
+    """What the backend answers to greedy requests."""
     return generator.ANSWER
+
+
+@pytest.fixture(scope="session")
+def backend_log_prob() -> Callable[[int, int], float]:
+    """log_prob(token, place) of the scripted backend."""
+    return generator.log_prob
+
+
+@pytest.fixture(scope="session")
+def backend_top() -> Callable[[int, int, int], list[tuple[int, float]]]:
+    """top(token, place, count) of the scripted backend."""
+    return generator.top
 
 
 @dataclass(slots=True)
@@ -57,6 +72,7 @@ class Running:
     """A server under test and its clients."""
 
     url: str
+    tokenizer: Tokenizer
     backend: Any
     service: Service
     server: HttpServer
@@ -89,7 +105,7 @@ async def _running(settings: ServerSettings, tokenizer: Tokenizer) -> AsyncItera
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     async with httpx.AsyncClient(base_url=url, timeout=30) as http, client:
-        yield Running(url, backend, app.state.service, server, http, client)
+        yield Running(url, tokenizer, backend, app.state.service, server, http, client)
     backend.gate.set()
     server.should_exit = True
     await serving
@@ -101,7 +117,7 @@ async def start(tokenizer: Tokenizer) -> AsyncIterator[Start]:
     """Start a server with other settings than the default."""
     contexts = []
 
-    async def start_one(**changes: Any) -> Running:
+    async def start_one(tokenizer: Tokenizer = tokenizer, **changes: Any) -> Running:
         context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer)
         running = await context.__aenter__()
         contexts.append(context)
@@ -115,3 +131,26 @@ async def start(tokenizer: Tokenizer) -> AsyncIterator[Start]:
 @pytest.fixture
 async def running(start: Start) -> Running:
     return await start()
+
+
+@pytest.fixture
+def start_with_template(start: Start, tmp_path: Path) -> Start:
+    """Start a server whose model has another chat template, and maybe one more special token."""
+
+    async def start_one(template: str, *, special: str | None = None) -> Running:
+        return await start(_byte_tokenizer(tmp_path, template, special=special))
+
+    return start_one
+
+
+def _byte_tokenizer(directory: Path, template: str, *, special: str | None) -> Tokenizer:
+    """A vocabulary of single bytes, loaded from files as a Hugging Face model has them."""
+    vocabulary = {character: id_ for id_, character in enumerate(sorted(BYTE_OF_CHARACTER))}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens(["<end>", *([] if special is None else [special])])
+    backend.save(str(directory / "tokenizer.json"))
+    config = {"eos_token": "<end>", "chat_template": template}
+    (directory / "tokenizer_config.json").write_text(json.dumps(config))
+    return load_tokenizer(str(directory))

@@ -13,6 +13,16 @@ from megatron_runtime.tokenization import Tokenizer
 ANSWER = "The llama 🦙 says: naïve café, 東京 and 42. Then it stops — really."
 
 
+def log_prob(token: int, place: int) -> float:
+    """The log-probability that the backend gives a token at a place of its sequence."""
+    return -((token * 31 + place) % 97) / 8
+
+
+def top(token: int, place: int, count: int) -> list[tuple[int, float]]:
+    """The likeliest tokens at a place; the token itself is rarely among them."""
+    return [((token + 7 * rank) % 49152, -rank / 4 - place / 1024) for rank in range(1, count + 1)]
+
+
 class ScriptedStream:
     """The stream of one request; closing it early counts as an abort."""
 
@@ -28,7 +38,7 @@ class ScriptedStream:
 
 
 class ScriptedBackend:
-    """Answers greedy requests with ANSWER, sampled ones with tokens drawn from their seed.
+    """Answers greedy requests with `answer`, sampled ones with tokens drawn from their seed.
 
     gate:     while clear, no token is generated after the first `free_tokens`.
     reject:   raised instead of accepting a request.
@@ -45,6 +55,11 @@ class ScriptedBackend:
         self.requests: list[tuple[list[int], SamplingParams]] = []
         self.open = 0
         self.aborted = 0
+        self.answer = ANSWER
+        self.times: dict[str, float] = {}
+        """Times that the final reply tells."""
+        self.forgets_log_probs_after: int | None = None
+        """From this token on partials come without log-probabilities; the final reply has them."""
         self._tokenizer = tokenizer
         self._changed = asyncio.Condition()
 
@@ -74,19 +89,37 @@ class ScriptedBackend:
         ended = False
         try:
             tokens, text, reason = self._script(params)
-            sent = 0
+            sent, details = 0, self._prompt_details(prompt, params)
             for done in range(1, len(tokens) + 1):
                 if done > self.free_tokens:
                     await self.gate.wait()
                 await asyncio.sleep(0)
                 releasable = self._releasable(tokens[:done], params)
                 if releasable > sent and done < len(tokens):
-                    yield {"partial": {"new_tokens": tokens[sent:releasable]}}
-                    sent = releasable
+                    yield {"partial": {**self._partial(tokens, sent, releasable, params), **details}}
+                    sent, details = releasable, {}
             ended = True
-            yield {"final": self._reply(prompt, tokens, text=text, reason=reason)}
+            yield {"final": {**self._reply(prompt, tokens, params, text=text, reason=reason)}}
         finally:
             await self._count(opened=-1, aborted=0 if ended else 1)
+
+    def _partial(self, tokens: list[int], start: int, end: int, params: SamplingParams) -> dict[str, Any]:
+        partial: dict[str, Any] = {"new_tokens": tokens[start:end]}
+        if params.return_log_probs:
+            known = end if self.forgets_log_probs_after is None else min(end, self.forgets_log_probs_after)
+            places = range(start, max(start, known))
+            partial["new_log_probs"] = [log_prob(tokens[place], place) for place in places]
+            partial["new_top_n_logprobs"] = [top(tokens[place], place, params.top_n_logprobs) for place in places]
+        return partial
+
+    def _prompt_details(self, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+        if not params.return_log_probs or params.skip_prompt_log_probs:
+            return {}
+        places = range(1, len(prompt))
+        return {
+            "prompt_log_probs": [log_prob(prompt[place], place) for place in places],
+            "prompt_top_n_logprobs": [top(prompt[place], place, params.top_n_logprobs) for place in places],
+        }
 
     async def _whole(self, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
         stream = self.generate(prompt, params)
@@ -101,7 +134,7 @@ class ScriptedBackend:
     def _script(self, params: SamplingParams) -> tuple[list[int], str | None, str]:
         """All tokens, the authoritative text if a stop string was matched, and why it ends."""
         if params.is_greedy:
-            tokens = [*self._tokenizer.encode(ANSWER), self._tokenizer.eos_ids[0]]
+            tokens = [*self._tokenizer.encode(self.answer), self._tokenizer.eos_ids[0]]
         else:
             draw = random.Random(params.seed)
             tokens = [draw.randrange(20, self._tokenizer.vocab_size) for _ in range(40)]
@@ -113,9 +146,13 @@ class ScriptedBackend:
                 break
         for count in range(1, len(tokens) + 1):
             text = self._tokenizer.decode(tokens[:count])
+            if count < params.min_tokens:
+                continue
             found = [text.index(stop) for stop in params.stop_words or () if stop in text]
             if found:
                 tokens, cut = tokens[:count], text[: min(found)]
+                if params.detokenize_stop_sequence:
+                    cut += min((text.index(stop), stop) for stop in params.stop_words or () if stop in text)[1]
                 return tokens, cut, "stop"
         limit = params.num_tokens_to_generate
         if limit is not None and len(tokens) > limit:
@@ -130,8 +167,20 @@ class ScriptedBackend:
             count -= 1
         return count
 
-    def _reply(self, prompt: list[int], tokens: list[int], *, text: str | None, reason: str) -> dict[str, Any]:
+    def _reply(
+        self, prompt: list[int], tokens: list[int], params: SamplingParams, *, text: str | None, reason: str
+    ) -> dict[str, Any]:
+        details = {}
+        if params.return_log_probs:
+            likeliest = [top(token, place, params.top_n_logprobs) for place, token in enumerate(tokens)]
+            details = {
+                "generated_log_probs": [log_prob(token, place) for place, token in enumerate(tokens)],
+                "generated_top_n_logprobs": likeliest,
+                **self._prompt_details(prompt, params),
+            }
         return {
+            **self.times,
+            **details,
             "status": "FAILED" if self.failure else "COMPLETED",
             "finish_reason": "error" if self.failure else reason,
             "generated_tokens": tokens,

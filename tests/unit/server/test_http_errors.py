@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -24,6 +26,8 @@ def error_of(reply: Any) -> dict[str, Any]:
     return body["error"]
 
 
+TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -1}, "temperature", "greater than or equal to 0"),
     ({"temperature": "hot"}, "temperature", "not 'hot'"),
@@ -42,18 +46,63 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": [{"role": "user"}]}, "messages[0].content", "Missing"),
     ({"messages": [{"role": "user", "content": None}]}, "messages[0].content", "a string or"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content", "text only"),
-    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role", "'assistant'"),
     ({"model": None}, "model", "valid string"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "only with stream"),
     ({"stream": True, "stream_options": {"wrong": 1}}, "stream_options.wrong", "Unrecognized"),
-    ({"logprobs": True}, "logprobs", "not offered"),
-    ({"top_logprobs": 3}, "top_logprobs", "not offered"),
-    ({"tools": [{"type": "function"}]}, "tools", "not offered"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not offered"),
-    ({"frequency_penalty": 0.5}, "frequency_penalty", "not offered"),
-    ({"logit_bias": {"5": 1}}, "logit_bias", "not offered"),
+    ({"logprobs": 1}, "logprobs", "valid boolean"),
+    ({"top_logprobs": 3}, "top_logprobs", "only with logprobs"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"frequency_penalty": 2.5}, "frequency_penalty", "less than or equal to 2"),
+    ({"presence_penalty": "x"}, "presence_penalty", "valid number"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"min_p": 1.1}, "min_p", "less than or equal to 1"),
+    ({"top_k": 1.5}, "top_k", "valid integer"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "decimal strings, not 'x'"),
+    ({"logit_bias": {"5": 101}}, "logit_bias", "from -100 to 100"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias", "valid"),
+    ({"logit_bias": {"49152": 1}}, "logit_bias", "token id 49152 is not in 0..49151"),
+    ({"stop_token_ids": [49152]}, "stop_token_ids", "token id 49152 is not in 0..49151"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids[0]", "greater than or equal to 0"),
+    ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "'json_object'"),
+    ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "needs a json_schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": 5}}},
+        "response_format.json_schema.schema",
+        "should be an object",
+    ),
+    (
+        {"response_format": {"type": "json_object"}, "guided_regex": "a+"},
+        "guided_regex",
+        "cannot be combined with response_format",
+    ),
+    ({"guided_choice": []}, "guided_choice", "at least 1"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),
+    ({"tools": [TOOL, TOOL]}, "tools", "several functions named 'f'"),
+    ({"tool_choice": "required"}, "tool_choice", "there are no tools"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice", "'required'"),
+    (
+        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+        "tool_choice",
+        "no function 'g' among the tools: f",
+    ),
+    ({"tools": [TOOL], "response_format": {"type": "json_object"}}, "response_format", "cannot be combined with tools"),
+    ({"parallel_tool_calls": "no"}, "parallel_tool_calls", "valid boolean"),
+    ({"functions": [{"name": "f"}]}, "functions", "not offered"),
+    ({"reasoning_effort": "high"}, "reasoning_effort", "not offered"),
+    ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id", "Missing"),
+    ({"messages": [{"role": "user", "content": "x", "tool_call_id": "y"}]}, "messages[0].tool_call_id", "'tool'"),
+    ({"messages": [{"role": "user", "content": "x", "prefix": True}]}, "messages[0].prefix", "Unrecognized"),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "["}}]}]},
+        "messages[0].tool_calls[0].function.arguments",
+        "JSON object as a string",
+    ),
     ({"temprature": 1}, "temprature", "Unrecognized request argument"),
-    ({"chat_template_kwargs": {"messages": 1}}, "messages", "set by the request itself"),
+    ({"chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs.messages", "set by the request itself"),
 ]
 """Fields of a chat request, the field that the error names, words of its message."""
 
@@ -200,8 +249,10 @@ async def test_body_limit(start: Any) -> None:
         assert (reply.status_code, error_of(reply)["code"]) == (413, "body_too_large")
 
 
-async def test_api_keys_guard_v1_only(start: Any) -> None:
-    running = await start(api_keys=("first", "second-ключ"))
+async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\nsecond-ключ\n")
+    running = await start(api_keys_file=file)
     assert (await running.http.get("/readyz")).status_code == 200
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
         reply = await running.http.get("/v1/models", headers=header)
@@ -209,3 +260,27 @@ async def test_api_keys_guard_v1_only(start: Any) -> None:
         assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
     reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
     assert reply.status_code == 200
+    second = "Bearer second-ключ".encode()
+    assert (await running.http.get("/v1/models", headers={b"Authorization": second})).status_code == 200
+    for path in ("/tokenize", "/detokenize", "/completions"):
+        assert (await running.http.post(path, content=b"{}")).status_code == 401
+
+
+async def test_keys_that_change_count_without_a_restart(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("megatron_runtime.text_generation_server.auth._LOOK_SECONDS", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    running = await start(api_keys_file=file)
+
+    async def status(key: str) -> int:
+        return (await running.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code
+
+    assert await status("old") == 200
+    new = tmp_path / "new"
+    new.write_text("fresh\n")
+    os.replace(new, file)
+    assert (await status("old"), await status("fresh")) == (401, 200)
+    file.write_text("\n")
+    assert (await status("fresh"), await status("other")) == (200, 401)
+    file.unlink()
+    assert (await status("fresh"), await status("other")) == (200, 401)

@@ -175,6 +175,55 @@ async def test_sampling_fields_arrive(running: Any) -> None:
     assert (params.termination_id, params.stop_token_ids) == (2, [0])
 
 
+async def test_sampling_fields_beyond_openai_arrive(running: Any) -> None:
+    fields = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5, "priority": 7}
+    others = {"cache_salt": "tenant", "streaming_interval": 4, "include_stop_str_in_output": True, "stop": "x"}
+    await running.chat(temperature=0.5, logit_bias={"5": -100, "7": 1.5}, **fields, **others)
+    params = running.backend.requests[0][1]
+    assert {name: getattr(params, name) for name in fields} == fields
+    assert (params.cache_salt, params.streaming_interval, params.detokenize_stop_sequence) == ("tenant", 4, True)
+    assert params.logit_bias == {5: -100.0, 7: 1.5}
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "json_object"}}, {"type": "json_object", "value": None}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            {"type": "json_schema", "value": {"type": "object"}},
+        ),
+        ({"guided_json": {"type": "array"}}, {"type": "json_schema", "value": {"type": "array"}}),
+        ({"guided_json": '{"type": "null"}'}, {"type": "json_schema", "value": {"type": "null"}}),
+        ({"guided_regex": "a+"}, {"type": "regex", "value": "a+"}),
+        ({"guided_choice": ["a", "b"]}, {"type": "choice", "value": ["a", "b"]}),
+        ({"guided_grammar": "start: /a/"}, {"type": "grammar", "value": "start: /a/"}),
+        ({"structured_outputs": {"json": True}}, {"type": "json_schema", "value": {}}),
+        ({"structured_outputs": {"json_object": True}}, {"type": "json_object", "value": None}),
+        ({"response_format": {"type": "text"}, "guided_regex": "b"}, {"type": "regex", "value": "b"}),
+        ({"response_format": {"type": "text"}}, None),
+    ],
+)
+async def test_the_form_of_the_answer_arrives(running: Any, fields: dict[str, Any], form: Any) -> None:
+    for path, body in (("chat/completions", CHAT), ("completions", COMPLETION)):
+        reply = await running.post(f"/v1/{path}", {**body, **fields})
+        assert reply.status_code == 200, reply.text
+        assert running.backend.requests[-1][1].structured_output == form
+
+
+async def test_a_form_that_the_engine_cannot_keep_is_the_fields_fault(running: Any) -> None:
+    message = "the regular expression is not closed"
+    running.backend.failure = {"code": 400, "type": "InvalidRequest", "message": message, "field": "structured_output"}
+    for fields, param in (
+        ({"guided_regex": "("}, "guided_regex"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "required"}, "tool_choice"),
+    ):
+        reply = await running.chat(**fields)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+        assert message in reply.json()["error"]["message"]
+
+
 async def test_annotations_and_neutral_values_change_nothing(running: Any, answer: str) -> None:
     reply = await running.chat(
         user="u",

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+import megatron_runtime
+
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
 
@@ -121,8 +123,9 @@ async def test_a_coordinator_that_stays_away_is_a_503(start: Any, stream: bool) 
     assert reply.json()["error"]["code"] == "coordinator_unreachable"
 
 
-async def test_metrics_count_requests_tokens_and_routes(running: Any) -> None:
+async def test_metrics_count_requests_tokens_times_and_routes(running: Any) -> None:
     await running.chat()
+    running.backend.times = {"queue_seconds": 0.5, "prefill_seconds": 0.25, "decode_seconds": 2.0}
     await running.chat(stream=True)
     await running.chat(temperature=-1)
     await running.http.get("/no/such/page")
@@ -130,12 +133,62 @@ async def test_metrics_count_requests_tokens_and_routes(running: Any) -> None:
     for prefix in ("megatron_", "vllm:"):
         assert metric(text, f'{prefix}request_success_total{{finished_reason="stop"') == 2
         assert metric(text, f"{prefix}generation_tokens_total") > 40
+        assert metric(text, f"{prefix}prompt_tokens_total") > 40
+        assert metric(text, f"{prefix}request_prompt_tokens_count") == 2
+        assert metric(text, f"{prefix}request_generation_tokens_count") == 2
+        assert metric(text, f"{prefix}prefix_cache_queries_total") > 40
+        assert metric(text, f"{prefix}prefix_cache_hits_total") == 6
         assert metric(text, f"{prefix}time_to_first_token_seconds_count") == 1
         assert metric(text, f"{prefix}inter_token_latency_seconds_count") > 5
         assert metric(text, f"{prefix}e2e_request_latency_seconds_count") == 2
-        assert metric(text, f"{prefix}num_requests_running") == 0
+        assert metric(text, f"{prefix}request_queue_time_seconds_sum") == 0.5
+        assert metric(text, f"{prefix}request_prefill_time_seconds_sum") == 0.25
+        assert metric(text, f"{prefix}request_decode_time_seconds_sum") == 2.0
+        assert metric(text, f"{prefix}request_inference_time_seconds_sum") == 2.25
     assert metric(text, 'megatron_http_responses_total{route="/v1/chat/completions",status="400"}') == 1
     assert metric(text, 'megatron_http_responses_total{route="unknown",status="404"}') == 1
+    assert metric(text, "process_resident_memory_bytes") > 1e6
+
+
+async def test_metrics_say_what_waits_and_what_runs(running: Any) -> None:
+    running.backend.gate.clear()
+    running.backend.free_tokens = 0
+    waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (True, True, False)]
+    await running.backend.until(open_requests=3)
+    text = (await running.http.get("/metrics")).text
+    for prefix in ("megatron_", "vllm:"):
+        assert metric(text, f"{prefix}num_requests_waiting") == 2
+        assert metric(text, f"{prefix}num_requests_running") == 1
+    waiting[0].cancel()
+    await running.backend.until(open_requests=2, aborted=1)
+    running.backend.gate.set()
+    await asyncio.gather(*waiting[1:])
+    text = (await running.http.get("/metrics")).text
+    for name in ("num_requests_waiting", "num_requests_running"):
+        assert metric(text, f"megatron_{name}") == 0
+    assert metric(text, "megatron_requests_aborted_total") == 1
+
+
+async def test_other_servers_names_can_be_left_out(start: Any) -> None:
+    running = await start(vllm_metrics=False)
+    assert "vllm:" not in (await running.http.get("/metrics")).text
+
+
+async def test_more_open_requests_than_allowed_are_refused_for_now(start: Any) -> None:
+    running = await start(max_open_requests=3)
+    running.backend.gate.clear()
+    waiting = asyncio.create_task(running.chat(n=2))
+    await running.backend.until(open_requests=2)
+    refused = await running.chat(n=2)
+    assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+    assert refused.json()["error"]["code"] == "too_many_requests"
+    running.backend.gate.set()
+    assert (await waiting).status_code == 200
+    assert (await running.chat(n=2)).status_code == 200
+
+
+async def test_version_is_told(running: Any) -> None:
+    assert (await running.http.get("/version")).json() == {"version": megatron_runtime.__version__}
 
 
 async def test_requests_run_at_the_same_time(running: Any, answer: str) -> None:

@@ -1,0 +1,86 @@
+"""API keys: who may use the routes under /v1."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 1.0
+"""A key file is looked at again at most this often: a mounted Secret changes while the server runs."""
+
+
+class NoKeysError(ValueError):
+    """A key file that would open the server to everybody."""
+
+
+def read_keys(path: Path) -> tuple[str, ...]:
+    """Return the keys of a file, one a line; empty lines and lines that begin with # do not count.
+
+    Raises OSError or UnicodeDecodeError when it cannot be read and NoKeysError when it holds no key.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    keys = tuple(line.strip() for line in lines if line.strip() and not line.startswith("#"))
+    if not keys:
+        raise NoKeysError(f"{str(path)!r} holds no key: write one key a line, or leave the option out")
+    return keys
+
+
+class ApiKeys:
+    """The keys that open the server, given or read from a file; without either it is open to all.
+
+    A file that changes is read again; one that has become unreadable leaves the keys as they were.
+    Keys are compared as digests, all of them, in a time that says nothing about which is near.
+    """
+
+    def __init__(self, keys: Iterable[str] = (), *, file: Path | None = None) -> None:
+        self._file = file
+        self._digests = [_digest(key.encode()) for key in (keys if file is None else read_keys(file))]
+        self._stamp = self._file_stamp()
+        self._looked = time.monotonic()
+
+    def admits(self, authorization: str) -> bool:
+        """Whether the value of an Authorization header carries one of the keys."""
+        self._follow_file()
+        if not self._digests:
+            return True
+        scheme, _, given = authorization.partition(" ")
+        # ASGI gives header bytes as Latin-1; what was sent is the key's UTF-8.
+        digest = _digest(given.strip().encode("latin-1", errors="replace"))
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _follow_file(self) -> None:
+        now = time.monotonic()
+        if self._file is None or now - self._looked < _LOOK_SECONDS:
+            return
+        self._looked = now
+        stamp = self._file_stamp()
+        if stamp == self._stamp:
+            return
+        try:
+            keys = read_keys(self._file)
+        except (OSError, ValueError) as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            self._digests = [_digest(key.encode()) for key in keys]
+            logger.info("%d API keys read anew", len(keys))
+        self._stamp = stamp
+
+    def _file_stamp(self) -> tuple[int, int, int] | None:
+        if self._file is None:
+            return None
+        try:
+            status = self._file.stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()

@@ -1,0 +1,190 @@
+"""Tools of a chat request: told to the model, its calls given back, forced calls by the form of the answer."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+CITY = {"type": "object", "properties": {"city": {"$ref": "#/$defs/name"}}, "$defs": {"name": {"type": "string"}}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": CITY}},
+    {"type": "function", "function": {"name": "time"}},
+]
+MESSAGES = [{"role": "user", "content": "How is it in Paris?"}]
+CALLS = (
+    'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Paris 🗼"}}\n</tool_call>\n'
+    '<tool_call>\n{"name": "time", "arguments": {}}\n</tool_call>'
+)
+
+
+def request(**fields: Any) -> dict[str, Any]:
+    return {"model": "smollm2", "temperature": 0, "messages": MESSAGES, "tools": TOOLS, **fields}
+
+
+async def test_calls_are_given_back_with_the_text_before_them(running: Any) -> None:
+    running.backend.answer = CALLS
+    reply = await running.openai.chat.completions.create(**request())
+    choice = reply.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Let me see.")
+    found = [(call.type, call.function.name, json.loads(call.function.arguments)) for call in choice.message.tool_calls]
+    assert found == [("function", "weather", {"city": "Paris 🗼"}), ("function", "time", {})]
+    ids = [call.id for call in choice.message.tool_calls]
+    assert len(set(ids)) == 2
+    assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
+
+
+async def test_streamed_calls_have_one_name_one_id_and_arguments_in_pieces(running: Any) -> None:
+    running.backend.answer = CALLS
+    names: dict[int, str] = {}
+    ids: dict[int, str] = {}
+    pieces: dict[int, list[str]] = {}
+    content, reasons = "", []
+    async for chunk in await running.openai.chat.completions.create(**request(), stream=True):
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        reasons.append(chunk.choices[0].finish_reason)
+        for call in delta.tool_calls or ():
+            if call.function.name is not None:
+                assert call.index not in names
+                names[call.index], ids[call.index] = call.function.name, call.id
+            else:
+                assert call.id is None
+            pieces.setdefault(call.index, []).append(call.function.arguments)
+    assert (content, names, reasons[-1]) == ("Let me see.", {0: "weather", 1: "time"}, "tool_calls")
+    assert len(set(ids.values())) == 2
+    assert len(pieces[0]) > 4
+    assert json.loads("".join(pieces[0])) == {"city": "Paris 🗼"}
+    assert json.loads("".join(pieces[1])) == {}
+
+
+async def test_only_one_call_where_several_are_not_wanted(running: Any) -> None:
+    running.backend.answer = CALLS
+    reply = await running.openai.chat.completions.create(**request(parallel_tool_calls=False))
+    assert [call.function.name for call in reply.choices[0].message.tool_calls] == ["weather"]
+    stream = await running.openai.chat.completions.create(**request(parallel_tool_calls=False), stream=True)
+    indices = {call.index async for chunk in stream for call in chunk.choices[0].delta.tool_calls or ()}
+    assert indices == {0}
+
+
+async def test_no_tools_no_calls(running: Any) -> None:
+    running.backend.answer = CALLS
+    for body in (request(tool_choice="none"), {**request(), "tools": []}):
+        reply = await running.openai.chat.completions.create(**body)
+        assert reply.choices[0].message.content == CALLS
+        assert reply.choices[0].message.tool_calls is None
+        assert reply.choices[0].finish_reason == "stop"
+    described = running.tokenizer.decode(running.backend.requests[0][0])
+    assert "weather" not in described
+
+
+async def test_a_required_call_is_forced_by_the_form_of_the_answer(running: Any) -> None:
+    running.backend.answer = '[{"name": "time", "arguments": {}}]'
+    reply = await running.openai.chat.completions.create(**request(tool_choice="required", parallel_tool_calls=False))
+    choice = reply.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "")
+    assert choice.message.tool_calls[0].function.name == "time"
+    form = running.backend.requests[0][1].structured_output
+    assert form["type"] == "json_schema"
+    schema = form["value"]
+    assert (schema["minItems"], schema["maxItems"]) == (1, 1)
+    weather, time = schema["items"]["anyOf"]
+    assert weather["properties"]["name"] == {"const": "weather"}
+    reference = weather["properties"]["arguments"]["properties"]["city"]["$ref"]
+    assert _at(schema, reference) == {"type": "string"}
+    assert time["properties"]["arguments"]["properties"] == {}
+
+
+async def test_a_named_call_has_its_own_schema_and_ends_with_stop(running: Any) -> None:
+    running.backend.answer = '{"city": "Rome"}'
+    body = request(tool_choice={"type": "function", "function": {"name": "weather"}})
+    reply = await running.openai.chat.completions.create(**body)
+    choice = reply.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("stop", "")
+    assert choice.message.tool_calls[0].function.name == "weather"
+    assert json.loads(choice.message.tool_calls[0].function.arguments) == {"city": "Rome"}
+    assert running.backend.requests[0][1].structured_output == {"type": "json_schema", "value": CITY}
+
+
+async def test_a_call_cut_by_the_token_limit_says_so(running: Any) -> None:
+    running.backend.answer = CALLS
+    for limit in (12, 30):
+        reply = await running.openai.chat.completions.create(**request(max_tokens=limit))
+        assert reply.choices[0].finish_reason == "length"
+
+
+async def test_a_template_without_tools_gets_them_described_as_text(running: Any) -> None:
+    running.backend.answer = "It is sunny."
+    call = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    history = [
+        {"role": "system", "content": "Be brief."},
+        *MESSAGES,
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "sunny"},
+    ]
+    body = request(messages=history)
+    before = copy.deepcopy(body)
+    reply = await running.openai.chat.completions.create(**body)
+    assert reply.choices[0].message.content == "It is sunny."
+    assert body == before
+    text = running.tokenizer.decode(running.backend.requests[0][0], skip_special=False)
+    assert "Be brief.\n\nYou can call these functions" in text
+    assert '{"name": "weather", "description": "Tells the weather."' in text
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>' in text
+    assert "<|im_start|>user\n<tool_response>\nsunny\n</tool_response><|im_end|>" in text
+    assert '{"name": "function-name", "arguments": {"argument": "value"}}' in text
+
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}{{ m.role }}:{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[TOOL_CALLS]{{ c.function.arguments | tojson }}{{ c.id }}{% endfor %}"
+    "{{ m.tool_call_id }};{% endfor %}"
+)
+
+
+async def test_a_template_with_tools_gets_them_and_the_calls_as_objects(start_with_template: Any) -> None:
+    running = await start_with_template(TEMPLATE)
+    running.backend.answer = 'Well. [TOOL_CALLS] [{"name": "time", "arguments": {"zone": "UTC"}}]'
+    call = {"id": "abc123def", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Paris"}'}}
+    history = [
+        *MESSAGES,
+        {"role": "assistant", "content": "Hm", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "abc123def", "content": "sunny"},
+    ]
+    reply = await running.openai.chat.completions.create(**request(messages=history))
+    assert reply.choices[0].message.tool_calls[0].function.name == "time"
+    text = running.tokenizer.decode(running.backend.requests[0][0], skip_special=False)
+    assert text.startswith('{"type": "function", "function": {"name": "weather"')
+    assert 'assistant:Hm[TOOL_CALLS]{"city": "Paris"}abc123def;tool:sunnyabc123def;' in text
+
+
+async def test_a_server_can_be_told_how_calls_are_written_or_that_there_are_none(start: Any) -> None:
+    running = await start(tool_call_parser="llama3_json")
+    running.backend.answer = '{"name": "time", "parameters": {}}'
+    reply = await running.openai.chat.completions.create(**request())
+    assert reply.choices[0].message.tool_calls[0].function.name == "time"
+    running = await start(tool_call_parser="none")
+    refused = await running.post("/v1/chat/completions", request())
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "tools")
+    with pytest.raises(ValueError, match="no tool-call parser 'hermess': use auto, none or one of hermes"):
+        await start(tool_call_parser="hermess")
+
+
+async def test_special_tokens_of_the_format_are_seen(start_with_template: Any) -> None:
+    """A marker that the vocabulary has as a special token is no text for anyone but the parser."""
+    running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special="<|python_tag|>")
+    running.backend.answer = '<|python_tag|>{"name": "time", "parameters": {"a": "b"}}'
+    for stream in (False, True):
+        reply = await running.openai.chat.completions.create(**request(), stream=stream)
+        calls = [c.choices[0].delta.tool_calls async for c in reply] if stream else reply.choices[0].message.tool_calls
+        assert any(calls)
+    plain = await running.openai.chat.completions.create(**request(tool_choice="none"))
+    assert plain.choices[0].message.content == '{"name": "time", "parameters": {"a": "b"}}'
+
+
+def _at(schema: Any, pointer: str) -> Any:
+    for part in pointer.removeprefix("#/").split("/"):
+        schema = schema[int(part)] if isinstance(schema, list) else schema[part]
+    return schema

@@ -1,0 +1,231 @@
+"""Tool calls read from text: what each format means, and that how the text is cut changes nothing."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_runtime.cli.options import TOOL_CALL_PARSERS
+from megatron_runtime.text_generation_server.tools import (
+    PARSERS,
+    CallArguments,
+    CallBegin,
+    Event,
+    NamedParser,
+    RequiredParser,
+    Text,
+    ToolParser,
+    parser_of,
+)
+from megatron_runtime.text_generation_server.tools.json_scan import JsonScanner, Verdict
+
+NAMES = ["f", "get_weather"]
+Read = tuple[str, list[tuple[str, str]]]
+
+
+def read(parser: ToolParser, pieces: Iterable[str]) -> Read:
+    """The text and the calls, put together."""
+    events: list[Event] = [event for piece in pieces for event in parser.feed(piece)]
+    events += parser.finish()
+    text, calls = "", []
+    for event in events:
+        match event:
+            case Text(part):
+                text += part
+            case CallBegin(name):
+                calls.append((name, ""))
+            case CallArguments(part):
+                calls[-1] = (calls[-1][0], calls[-1][1] + part)
+    return text, calls
+
+
+def pieces_of(text: str, draw: random.Random) -> list[str]:
+    cuts = sorted(draw.choices(range(len(text) + 1), k=draw.randint(0, 12)))
+    return [text[start:end] for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+
+
+CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
+    ("hermes", "Plain <b>text</b> { } ", "Plain <b>text</b> { } ", []),
+    (
+        "hermes",
+        'Sure.\n<tool_call>\n{"name": "f", "arguments": {"a": "x</tool_call>"}}\n</tool_call>\n'
+        '<tool_call>{"arguments": {}, "name": "g"}</tool_call>\n',
+        "Sure.",
+        [("f", '{"a": "x</tool_call>"}'), ("g", "{}")],
+    ),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"k\\": 1}"}</tool_call>', "", [("f", '{"k": 1}')]),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call> more', " more", [("f", "{}")]),
+    ("hermes", "<tool_call>nonsense</tool_call>", "<tool_call>nonsense</tool_call>", []),
+    ("hermes", '<tool_call>{"name": "f", "argu', '<tool_call>{"name": "f", "argu', []),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1', "", [("f", '{"a": 1')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1x}}</tool_call> ok', " ok", [("f", '{"a": 1x}}')]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": [1]}', '<tool_call>{"name": "f", "arguments": [1]}', []),
+    ("hermes", '<tool_call>{"name":"f","arguments":{}}{"name"', '{"name"', [("f", "{}")]),
+    ("hermes", "almost <tool_", "almost <tool_", []),
+    (
+        "llama3_json",
+        '\n{"name": "f", "parameters": {"a": [1, 2.5e3, true]}}; {"parameters": {}, "name": "get_weather"}',
+        "",
+        [("f", '{"a": [1, 2.5e3, true]}'), ("get_weather", "{}")],
+    ),
+    (
+        "llama3_json",
+        '<|python_tag|>{"type": "function", "name": "f", "parameters": {"q": 1}}',
+        "",
+        [("f", '{"q": 1}')],
+    ),
+    ("llama3_json", '{"name": "nobody", "parameters": {}}', '{"name": "nobody", "parameters": {}}', []),
+    ("llama3_json", '{"answer": 42} is it', '{"answer": 42} is it', []),
+    ("llama3_json", 'Call {"name": "f"}', 'Call {"name": "f"}', []),
+    ("llama3_json", "<|python_", "<|python_", []),
+    (
+        "mistral",
+        'Let me see. [TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        "Let me see.",
+        [("f", '{"a": 1}'), ("g", "{}")],
+    ),
+    (
+        "mistral",
+        '[TOOL_CALLS]f[ARGS]{"a": {"b": []}}[TOOL_CALLS]g[CALL_ID]1a[ARGS]{}',
+        "",
+        [("f", '{"a": {"b": []}}'), ("g", "{}")],
+    ),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "arguments": {}}, junk', ", junk", [("f", "{}")]),
+    ("mistral", "[TOOL_CALLS] what", "[TOOL_CALLS] what", []),
+    ("mistral", "a [TOOL] list", "a [TOOL] list", []),
+    (
+        "pythonic",
+        "[f(a='x, [y)', b=[1, {'k': None}], c=-1.5, d=True), get_weather()]",
+        "",
+        [("f", '{"a": "x, [y)", "b": [1, {"k": null}], "c": -1.5, "d": true}'), ("get_weather", "{}")],
+    ),
+    ("pythonic", "[1, 2] and [f(a=1)]", "[1, 2] and [f(a=1)]", []),
+    ("pythonic", "[f(open('x'))]", "[f(open('x'))]", []),
+    ("pythonic", "[f(a=open('x'))]", "[f(a=open('x'))]", []),
+    ("pythonic", "[f(a=1), nobody()]", " nobody()]", [("f", '{"a": 1}')]),
+    ("pythonic", "[f(a=1", "[f(a=1", []),
+]
+
+
+@pytest.mark.parametrize(("parser", "answer", "text", "calls"), CASES)
+def test_calls_are_read_however_the_answer_is_cut(
+    parser: str, answer: str, text: str, calls: list[tuple[str, str]]
+) -> None:
+    draw = random.Random(answer)
+    assert read(PARSERS[parser](NAMES), [answer]) == (text, calls)
+    assert read(PARSERS[parser](NAMES), answer) == (text, calls)
+    for _ in range(20):
+        assert read(PARSERS[parser](NAMES), pieces_of(answer, draw)) == (text, calls)
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = PARSERS["hermes"](NAMES)
+    assert parser.feed('<tool_call>{"name": "f", "arg') == []
+    assert parser.feed('uments": {"city": "Par') == [CallBegin("f"), CallArguments('{"city": "Par')]
+    assert parser.feed('is"}}') == [CallArguments('is"}')]
+    assert parser.feed("</tool_call>") == []
+
+
+def test_forced_answers_are_calls_from_the_first_character() -> None:
+    answer = '[{"name": "f", "arguments": {"x": 1}}, {"name": "get_weather", "arguments": {}}]'
+    assert read(RequiredParser(NAMES), answer) == ("", [("f", '{"x": 1}'), ("get_weather", "{}")])
+    named = NamedParser("f")
+    assert named.feed(' {"x"') == [CallBegin("f"), CallArguments('{"x"')]
+    assert named.feed(": 2}") == [CallArguments(": 2}")]
+    assert named.finish() == []
+
+
+arguments = st.dictionaries(
+    st.text(max_size=6),
+    st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+        max_leaves=8,
+    ),
+    max_size=4,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(calls=st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3), data=st.data())
+def test_whatever_a_model_writes_well_is_read_back(
+    calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
+) -> None:
+    draw = random.Random(data.draw(st.integers()))
+    indent = data.draw(st.sampled_from([None, 2]))
+    ascii_only = data.draw(st.booleans())
+
+    def dumped(value: Any) -> str:
+        return json.dumps(value, indent=indent, ensure_ascii=ascii_only)
+
+    objects = [{"name": name, "arguments": given} for name, given in calls]
+    written = {
+        "hermes": "Text\n" + "\n".join(f"<tool_call>\n{dumped(one)}\n</tool_call>" for one in objects),
+        "llama3_json": ";".join(dumped({"name": one["name"], "parameters": one["arguments"]}) for one in objects),
+        "mistral": f"[TOOL_CALLS]{dumped(objects)}",
+    }
+    for name, answer in written.items():
+        _, found = read(PARSERS[name](NAMES), pieces_of(answer, draw))
+        assert [(called, json.loads(given)) for called, given in found] == calls
+
+
+JSON_LIKE = st.text(alphabet='{}[]",:\\/tfn0123456789.eE+-u \n<>_a', max_size=40)
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=JSON_LIKE | st.text(max_size=30), parser=st.sampled_from(sorted(PARSERS)), data=st.data())
+def test_any_text_is_kept_or_called_and_never_an_error(text: str, parser: str, data: st.DataObject) -> None:
+    start = data.draw(st.sampled_from(["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', "[f("]))
+    draw = random.Random(data.draw(st.integers()))
+    whole = read(PARSERS[parser](NAMES), [start + text])
+    assert read(PARSERS[parser](NAMES), pieces_of(start + text, draw)) == whole
+    if not whole[1]:
+        assert whole[0] == start + text
+
+
+@settings(max_examples=300, deadline=None)
+@given(text=JSON_LIKE | arguments.map(json.dumps) | st.integers().map(str) | st.text().map(json.dumps))
+def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
+    scanner, end = JsonScanner(), None
+    for place, character in enumerate(text + "\n"):
+        verdict = scanner.feed(character)
+        if verdict is Verdict.INVALID:
+            break
+        if verdict is not Verdict.MORE:
+            end = place + (verdict is Verdict.DONE)
+            break
+    try:
+        _, expected = json.JSONDecoder().raw_decode(text.lstrip(" \t\n\r"))
+        expected += len(text) - len(text.lstrip(" \t\n\r"))
+    except json.JSONDecodeError:
+        expected = None
+    if end is not None:
+        assert expected == end
+    elif expected is not None:
+        # A value that the library ends early, such as the 0 of 01, is refused here: nothing that follows could be JSON.
+        assert text[expected : expected + 1] not in ("", " ", "\n", ",", "]", "}")
+
+
+@pytest.mark.parametrize(
+    ("template", "name"),
+    [
+        ("{% if tools %}<tool_call>{% endif %}", "hermes"),
+        ("{{ '[TOOL_CALLS]' }}", "mistral"),
+        ('respond with {"name": function name, "parameters": dictionary}', "llama3_json"),
+        ("{% if tools %}[func_name1(params_name1=params_value1)]{% endif %}", "pythonic"),
+        ("{{ messages }}", "hermes"),
+        (None, "hermes"),
+    ],
+)
+def test_the_template_says_how_calls_are_written(template: str | None, name: str) -> None:
+    assert parser_of(template) is PARSERS[name]
+
+
+def test_the_command_line_offers_every_parser() -> None:
+    assert set(TOOL_CALL_PARSERS) == {"auto", "none", *PARSERS}
