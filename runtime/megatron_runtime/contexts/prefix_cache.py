@@ -64,6 +64,9 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_key)
 
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._by_key
+
     def find(self, keys: Sequence[bytes]) -> list[CachedBlock]:
         """Blocks of the longest prefix of `keys` that is cached."""
         found = []

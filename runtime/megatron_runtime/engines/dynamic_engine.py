@@ -5,12 +5,12 @@ No torch here. Not thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
-from collections import deque
-from dataclasses import dataclass, field
-from typing import Any, Literal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
 
 import numpy as np
-import numpy.typing as npt
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.contexts.dynamic_context import (
@@ -20,167 +20,136 @@ from megatron_runtime.contexts.dynamic_context import (
     RequestOverflowError,
     TokenOverflowError,
 )
+from megatron_runtime.contexts.prefix_cache import BlockEvents
+from megatron_runtime.engines.engine_request import EngineRequest, EngineStats, FinishReason, OpenRequest, RequestOutput
 from megatron_runtime.engines.executor import Executor, StepPlan, StepResult
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-
-FinishReason = Literal["stop", "length", "abort", "error"]
-
-
-@dataclass(frozen=True, slots=True)
-class EngineRequest:
-    """A request as an engine gets it.
-
-    prompt_tokens:    int32 [p].
-    generated_tokens: int32 [g]; generated elsewhere before: they count, and are never sampled again.
-    seed:             with the index of a token it fixes the random number that the token is drawn with.
-    """
-
-    request_id: int
-    prompt_tokens: npt.NDArray[Any]
-    generated_tokens: npt.NDArray[Any]
-    sampling_params: SamplingParams
-    seed: int = 0
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """What a step brought for one request. With a finish_reason it is the last output of that request."""
-
-    request_id: int
-    new_tokens: list[int]
-    prompt_length: int
-    finish_reason: FinishReason | None = None
-    num_cached_tokens: int = 0
-    new_log_probs: list[float] | None = None
-    error: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the start, and the load of this moment."""
-
-    num_running: int
-    num_waiting: int
-    kv_usage: float
-    prompt_tokens: int
-    generation_tokens: int
-    preemptions: int
-
-
-@dataclass(slots=True)
-class _Request:
-    """An open request. `tokens` is kept here only while it holds no slot."""
-
-    request: EngineRequest
-    tokens: npt.NDArray[np.int32]
-    max_total_tokens: int
-    stop_ids: frozenset[int]
-    slot: int = -1
-
-    @property
-    def prompt_length(self) -> int:
-        return len(self.request.prompt_tokens)
-
-
-@dataclass(slots=True)
-class _Row:
-    """A row of the plan being made: `count` tokens of a slot."""
-
-    request: _Request
-    count: int
-    needs_sample: bool
+from megatron_runtime.engines.scheduler import Scheduler, StepRows
+from megatron_runtime.hashing import block_digests
+from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.wire.headers import ErrorCode
 
 
 @dataclass(slots=True)
 class _Totals:
     prompt_tokens: int = 0
     generation_tokens: int = 0
-    preemptions: int = 0
-
-
-@dataclass(slots=True)
-class _Queues:
-    """Open requests: `waiting` in order of arrival, preempted ones first; `running` in order of admission."""
-
-    waiting: deque[_Request] = field(default_factory=deque)
-    running: list[_Request] = field(default_factory=list)
-    by_id: dict[int, _Request] = field(default_factory=dict)
 
 
 class DynamicInferenceEngine:
     """Continuous batching over a paged KV cache.
 
     Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
-    When pages run out the newest request is preempted: it keeps its tokens and is computed again later. Nothing that
-    was generated is ever sampled again.
+    When pages run out the request that is last in line is preempted: it keeps its tokens and is computed again later.
+    Nothing that was generated is ever sampled again.
+
+    clock: seconds, monotonic; deadlines and times are on it.
     """
 
-    def __init__(self, executor: Executor, config: InferenceConfig) -> None:
+    def __init__(
+        self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        _refuse_what_is_not_done(config)
         self.executor = executor
         self.config = config
+        self.epoch = 0
+        self._sequence_limit = min(
+            config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length
+        )
         self.context = DynamicInferenceContext(
-            max_requests=config.request_slots,
-            max_sequence_length=min(
-                config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length
-            ),
+            config,
+            max_sequence_length=self._sequence_limit,
             page_size=executor.page_size,
             num_pages=executor.num_pages,
         )
-        self._queues = _Queues()
+        self._clock = clock
+        self._arrivals = count()
+        self._scheduler = Scheduler(self.context, config)
         self._totals = _Totals()
-        self._plan_rows: list[_Row] = []
+        self._continued: list[OpenRequest] = []
+        """Requests that came with generated tokens since the last step."""
+        self._rows: StepRows | None = None
 
     # --- requests -----------------------------------------------------------------------------------------------
 
     @property
     def has_work(self) -> bool:
-        return bool(self._queues.by_id)
+        return bool(self._scheduler.open)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a request.
 
         Raises:
-            MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError: it cannot
-                be taken; the message names field, value and remedy.
+            MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
+            InvalidSamplingParamsError, ValueError: it cannot be taken; the message names field, value and remedy.
         """
-        queues, params = self._queues, request.sampling_params
+        params, prompt = request.sampling_params, len(request.prompt_tokens)
+        tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
+        self._check(request, tokens)
+        now = self._clock()
+        opened = OpenRequest(
+            request,
+            tokens=tokens,
+            max_total_tokens=self._max_total_tokens(params, prompt),
+            stop_ids=self._stop_ids(params),
+            rank=(params.priority, next(self._arrivals)),
+            digests=self._digests(request),
+            reads_cache=self.config.enable_prefix_caching and not _wants_prompt_log_probs(params),
+            deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
+            arrived=now,
+            policy_epoch=[(0, self.epoch)],
+            kv_cache_epoch=[(0, self.epoch)],
+        )
+        opened.note(Event.ADD_ENGINE)
+        self._scheduler.add(opened)
+        if len(request.generated_tokens):
+            self._continued.append(opened)
+
+    def abort_request(self, request_id: int) -> bool:
+        """Forget a request and free what it holds, now: it was aborted, or ended by a stop text. False if not open."""
+        request = self._scheduler.open.get(request_id)
+        if request is not None:
+            self._scheduler.remove(request)
+        return request is not None
+
+    def _check(self, request: EngineRequest, tokens: np.ndarray) -> None:
+        """Raise what add_request() documents."""
         request_id, prompt = request.request_id, len(request.prompt_tokens)
-        if request_id in queues.by_id:
+        if request_id in self._scheduler.open:
             raise ValueError(f"request_id {request_id} is already open")
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
-        if len(queues.waiting) >= self.config.max_waiting:
-            raise RequestOverflowError(request_id, f"{len(queues.waiting)} requests are waiting, the most allowed")
+        if tokens.min() < 0 or tokens.max() >= self.executor.vocab_size:
+            raise ValueError(f"prompt has a token outside the vocabulary of {self.executor.vocab_size}")
+        total = request.sampling_params.num_tokens_total
+        if total is not None and total <= prompt:
+            raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
+        waiting = len(self._scheduler.waiting)
+        if waiting >= self.config.max_waiting:
+            raise RequestOverflowError(request_id, f"{waiting} requests are waiting, the most allowed: try again later")
         longest = self.context.max_sequence_length
         if prompt >= longest:
-            made_for = self.executor.max_sequence_length
-            limit = min(self.config.max_sequence_length or made_for, made_for)
             message = (
                 f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
                 f"together may have {longest}: shorten the prompt"
             )
-            if longest < limit:
-                raise BlockOverflowError(request_id, message + " or give the engine more kv_cache_memory")
+            if longest < self._sequence_limit:
+                raise BlockOverflowError(
+                    request_id, message + " or give the engine more kv_cache_memory", is_transient=False
+                )
             raise MaxSequenceLengthOverflowError(request_id, message)
         if not self.config.enable_chunked_prefill and prompt > self.config.step_tokens:
             raise TokenOverflowError(
-                request_id, f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: raise max_tokens"
+                request_id,
+                f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: shorten the prompt, raise "
+                "max_tokens or enable chunked prefill",
+                is_transient=False,
             )
-        tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
-        if tokens.min() < 0 or tokens.max() >= self.executor.vocab_size:
-            raise ValueError(f"prompt has a token outside the vocabulary of {self.executor.vocab_size}")
-        queued = _Request(request, tokens, self._max_total_tokens(params, prompt), self._stop_ids(params))
-        queues.by_id[request_id] = queued
-        queues.waiting.append(queued)
-
-    def abort_request(self, request_id: int) -> bool:
-        """Forget a request and free what it holds, now: it was aborted, or ended by a stop text. False if not open."""
-        return self._remove(request_id) is not None
 
     def _max_total_tokens(self, params: SamplingParams, prompt: int) -> int:
         longest = self.context.max_sequence_length
         if params.num_tokens_total is not None:
-            return min(longest, max(params.num_tokens_total, prompt + 1))
+            return min(longest, params.num_tokens_total)
         if params.num_tokens_to_generate is not None:
             return min(longest, prompt + params.num_tokens_to_generate)
         return longest
@@ -193,122 +162,65 @@ class DynamicInferenceEngine:
             stop_ids.add(params.termination_id)
         return frozenset(stop_ids)
 
-    def _remove(self, request_id: int) -> _Request | None:
-        queues = self._queues
-        request = queues.by_id.pop(request_id, None)
-        if request is None:
-            return None
-        if request.slot >= 0:
-            self.context.release(request.slot)
-            queues.running.remove(request)
-        else:
-            queues.waiting.remove(request)
-        return request
+    def _digests(self, request: EngineRequest) -> list[bytes]:
+        if not self.config.enable_prefix_caching:
+            return []
+        salt = (request.sampling_params.cache_salt or "").encode()
+        return block_digests(request.prompt_tokens, self.config.block_size_tokens, salt=salt)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it brought, and the requests that ended without running."""
-        outputs = self._finish_exhausted()
+        outputs = self._end_overdue() + self._end_exhausted()
         plan = self.schedule()
         if plan is None:
             return outputs
         return outputs + self.collect(self.executor.execute(plan))
 
-    def _finish_exhausted(self) -> list[RequestOutput]:
+    def _end(self, request: OpenRequest, reason: FinishReason, tokens: list[int]) -> RequestOutput:
+        """The last output of `request`, which is open no longer."""
+        self._scheduler.remove(request)
+        request.note(Event.FAIL if reason == "error" else Event.FINISH)
+        return RequestOutput(
+            request.request_id,
+            tokens,
+            request.prompt_length,
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens,
+            summary=request.summary(self._clock()),
+        )
+
+    def _end_overdue(self) -> list[RequestOutput]:
+        outputs = []
+        for request in self._scheduler.overdue(self._clock()):
+            output = self._end(request, "error", [])
+            output.error = f"the request had {request.request.deadline_seconds:g} s, which are over"
+            output.error_code = ErrorCode.DEADLINE
+            outputs.append(output)
+        return outputs
+
+    def _end_exhausted(self) -> list[RequestOutput]:
         """End requests that came with all the tokens they may have, or with a token that ends them."""
         outputs = []
-        for request in list(self._queues.waiting):
-            generated = request.request.generated_tokens
-            reason: FinishReason | None = None
-            if len(generated) and int(generated[-1]) in request.stop_ids:
-                reason = "stop"
-            elif len(request.tokens) >= request.max_total_tokens:
-                reason = "length"
-            if reason is not None:
-                self._remove(request.request.request_id)
-                outputs.append(RequestOutput(request.request.request_id, [], request.prompt_length, reason))
+        for request in self._continued:
+            if self._scheduler.open.get(request.request_id) is request:
+                reason = self._finish_reason(request, int(request.tokens[-1]), len(request.tokens))
+                if reason is not None:
+                    outputs.append(self._end(request, reason, []))
+        self._continued.clear()
         return outputs
 
     def schedule(self) -> StepPlan | None:
-        """Choose the rows of the next step: decodes, then prompts under way, then waiting requests, while tokens and
-        pages last. max_tokens >= max_requests, so that every decode has its token.
-        """
-        rows: list[_Row] = []
-        budget = self.config.step_tokens
-        preempted = False
-        for request in sorted(self._queues.running, key=lambda running: self._tokens_to_compute(running) > 1):
-            if request.slot < 0 or budget == 0:
-                continue
-            count = min(self._tokens_to_compute(request), budget)
-            fits, lost = self._make_room(request, count)
-            preempted |= lost
-            if fits:
-                budget -= count
-                rows.append(self._row(request, count))
-        rows = [row for row in rows if row.request.slot >= 0]
-        while self._queues.waiting and budget and not preempted and self.context.has_free_slot:
-            admitted = self._admit(self._queues.waiting[0], budget)
-            if admitted is None:
-                break
-            budget -= admitted.count
-            rows.append(admitted)
-        self._plan_rows = rows
-        return self._plan(rows) if rows else None
+        """Choose the rows of the next step; None when there is nothing to run."""
+        self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
+        return self._plan(self._rows) if self._rows is not None else None
 
-    def _tokens_to_compute(self, request: _Request) -> int:
-        return int(self.context.num_tokens[request.slot] - self.context.num_computed[request.slot])
-
-    def _row(self, request: _Request, count: int) -> _Row:
-        return _Row(request, count, count == self._tokens_to_compute(request))
-
-    def _make_room(self, request: _Request, count: int) -> tuple[bool, bool]:
-        """Pages for `count` more tokens, preempting newer requests where needed: (it fits, somebody was preempted)."""
-        length = int(self.context.num_computed[request.slot]) + count
-        lost = False
-        while not self.context.reserve(request.slot, length):
-            newest = self._queues.running[-1]
-            self._preempt(newest)
-            lost = True
-            if newest is request:
-                return False, lost
-        return True, lost
-
-    def _preempt(self, request: _Request) -> None:
-        """Take slot and pages; the request waits, first in line, with the tokens it has."""
-        context = self.context
-        request.tokens = context.tokens[request.slot, : context.num_tokens[request.slot]].copy()
-        context.release(request.slot)
-        request.slot = -1
-        self._queues.running.remove(request)
-        self._queues.waiting.appendleft(request)
-        self._totals.preemptions += 1
-
-    def _admit(self, request: _Request, budget: int) -> _Row | None:
-        if not self.config.enable_chunked_prefill and len(request.tokens) > budget:
-            return None
-        count = min(len(request.tokens), budget)
-        pages = -(-count // self.context.page_size)
-        if pages > self.context.allocator.num_free:
-            return None
-        self._queues.waiting.popleft()
-        request.slot = self.context.admit(
-            request.tokens,
-            prompt_length=request.prompt_length,
-            params=request.request.sampling_params,
-            seed=request.request.seed,
-        )
-        self.context.reserve(request.slot, count)
-        self._queues.running.append(request)
-        return self._row(request, count)
-
-    def _plan(self, rows: list[_Row]) -> StepPlan:
-        context = self.context
-        slots = np.array([row.request.slot for row in rows], dtype=np.int64)
-        counts = np.array([row.count for row in rows], dtype=np.int32)
+    def _plan(self, rows: StepRows) -> StepPlan:
+        context, slots, counts = self.context, rows.slots, rows.counts
         starts = context.num_computed[slots]
         # Position of each token: its row's start plus its index within the row.
-        row_of_token = np.repeat(np.arange(len(rows)), counts)
+        row_of_token = np.repeat(np.arange(len(slots)), counts)
         index_in_row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         positions = (starts[row_of_token] + index_in_row).astype(np.int32)
         token_slots = slots[row_of_token]
@@ -321,7 +233,7 @@ class DynamicInferenceEngine:
             context_lengths=starts + counts,
             block_tables=context.block_tables[slots, :width],
             slot_mapping=pages * context.page_size + positions % context.page_size,
-            needs_sample=np.array([row.needs_sample for row in rows]),
+            needs_sample=rows.needs_sample,
             temperature=context.temperature[slots],
             top_k=context.top_k[slots],
             top_p=context.top_p[slots],
@@ -332,41 +244,60 @@ class DynamicInferenceEngine:
 
     def collect(self, result: StepResult) -> list[RequestOutput]:
         """Append the sampled tokens, and end what is done."""
+        rows, context = self._rows, self.context
+        assert rows is not None, "schedule() first"
+        self._rows = None
+        context.num_computed[rows.slots] += rows.counts
+        sampled = np.flatnonzero(rows.needs_sample)
+        context.append(rows.slots[sampled], result.tokens[sampled])
+        if self.config.enable_prefix_caching:
+            context.register_computed(rows.slots[rows.counts > 1])
+        self._totals.prompt_tokens += int(rows.counts.sum()) - len(sampled)
+        self._totals.generation_tokens += len(sampled)
+        now = self._clock()
+        totals = context.num_tokens[rows.slots].tolist()
         outputs = []
-        for index, row in enumerate(self._plan_rows):
-            request = row.request
-            self.context.num_computed[request.slot] += row.count
-            if not row.needs_sample:
-                self._totals.prompt_tokens += row.count
-                continue
-            self._totals.prompt_tokens += row.count - 1
-            self._totals.generation_tokens += 1
-            token = int(result.tokens[index])
-            self.context.append(request.slot, token)
-            output = RequestOutput(request.request.request_id, [token], request.prompt_length)
-            if result.log_probs is not None and request.request.sampling_params.return_log_probs:
+        for index in sampled.tolist():
+            request, token = rows.requests[index], int(result.tokens[index])
+            if request.first_token is None:
+                request.first_token = now
+            if self.config.track_generated_token_events:
+                request.note(Event.GENERATED_TOKEN, {"token_id": token})
+            reason = self._finish_reason(request, token, totals[index])
+            if reason is None:
+                output = RequestOutput(request.request_id, [token], request.prompt_length)
+            else:
+                output = self._end(request, reason, [token])
+            if result.log_probs is not None and request.params.return_log_probs:
                 output.new_log_probs = [float(result.log_probs[index])]
-            output.finish_reason = self._finish_reason(request, token)
-            if output.finish_reason is not None:
-                self._remove(request.request.request_id)
             outputs.append(output)
-        self._plan_rows = []
         return outputs
 
-    def _finish_reason(self, request: _Request, token: int) -> FinishReason | None:
-        total = int(self.context.num_tokens[request.slot])
-        generated = total - request.prompt_length
-        if token in request.stop_ids and generated >= request.request.sampling_params.min_tokens:
+    @staticmethod
+    def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
+        """Why a request ends whose newest token is `token`; None if it goes on."""
+        if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
             return "stop"
-        return "length" if total >= request.max_total_tokens else None
+        return "length" if total_tokens >= request.max_total_tokens else None
 
-    # --- suspend and resume -------------------------------------------------------------------------------------
+    # --- weights and memory -------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """The weights are of `epoch` from here on. KV of another epoch is not reused by requests to come."""
+        if epoch == self.epoch:
+            return
+        self.epoch = epoch
+        self.context.clear_prefix_cache()
+        for request in self._scheduler.open.values():
+            slot = request.slot
+            total = int(self.context.num_tokens[slot]) if slot >= 0 else len(request.tokens)
+            has_cache = slot >= 0 and bool(self.context.num_computed[slot])
+            request.stamp_epoch(epoch, total_tokens=total, has_cache=has_cache)
 
     def suspend(self) -> None:
         """Give weights and KV cache back. Requests keep their tokens; their KV is computed again after resume()."""
-        for request in reversed(list(self._queues.running)):
-            self._preempt(request)
-            self._totals.preemptions -= 1
+        self._scheduler.preempt_all()
+        self.context.clear_prefix_cache()
         self.executor.release()
 
     def resume(self) -> None:
@@ -374,22 +305,37 @@ class DynamicInferenceEngine:
 
     # --- introspection ------------------------------------------------------------------------------------------
 
+    def take_block_events(self) -> BlockEvents:
+        """Blocks that became findable or no longer are since the last call."""
+        return self.context.prefix_cache.take_events()
+
     def stats(self) -> EngineStats:
+        scheduler = self._scheduler
         return EngineStats(
-            num_running=len(self._queues.running),
-            num_waiting=len(self._queues.waiting),
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             kv_usage=self.context.usage,
             prompt_tokens=self._totals.prompt_tokens,
             generation_tokens=self._totals.generation_tokens,
-            preemptions=self._totals.preemptions,
+            preemptions=scheduler.preemptions,
+            prefix_cache_queries=scheduler.cache_queries,
+            prefix_cache_hits=scheduler.cache_hits,
+            prefix_coordination_waits=scheduler.coordination_waits,
         )
 
     def check_integrity(self) -> None:
-        """Pages, slots and queues agree. Raises AssertionError."""
+        """Pages, prefix cache, slots and queues agree. Raises AssertionError."""
         self.context.check_integrity()
-        queues = self._queues
-        open_requests = {id(request) for request in [*queues.waiting, *queues.running]}
-        if open_requests != {id(request) for request in queues.by_id.values()}:
-            raise AssertionError("a request is open but in no queue, or in a queue but not open")
-        if any(request.slot >= 0 for request in queues.waiting) or any(request.slot < 0 for request in queues.running):
-            raise AssertionError("a waiting request holds a slot, or a running one holds none")
+        self._scheduler.check_integrity()
+
+
+def _wants_prompt_log_probs(params: SamplingParams) -> bool:
+    """Then the whole prompt has to be computed: a cached block has no logits."""
+    return not params.skip_prompt_log_probs and (params.return_log_probs or params.top_n_logprobs > 0)
+
+
+def _refuse_what_is_not_done(config: InferenceConfig) -> None:
+    config.require_default("num_speculative_tokens", because="this engine generates one token a step")
+    config.require_default("unified_memory_level", because="this engine keeps its KV cache in one kind of memory")
+    config.require_default("paused_buffer_size_gb", because="this engine preempts requests instead of pausing them")
+    config.require_default("async_sched_mode", because="this engine plans a step when the last one has ended")

@@ -9,7 +9,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, RequestOutput
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import RequestOutput
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_runtime.engines.dynamic_engine import EngineStats
+from megatron_runtime.engines.engine_request import EngineStats
 from megatron_runtime.engines.engine_thread import EngineThread
 from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.wire.headers import SIGNALS
@@ -22,6 +22,8 @@ _COUNTERS = {
     "prompt_tokens": ("prompt tokens computed", "prompt_tokens"),
     "generation_tokens": ("tokens generated", "generation_tokens"),
     "num_preemptions": ("requests whose KV was given up and computed again", "preemptions"),
+    "prefix_cache_queries": ("prompt tokens looked for in the prefix cache", "prefix_cache_queries"),
+    "prefix_cache_hits": ("prompt tokens found in the prefix cache", "prefix_cache_hits"),
 }
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_runtime.engines.dynamic_engine import RequestOutput
+from megatron_runtime.engines.engine_request import RequestOutput
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
 from megatron_runtime.wire.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes

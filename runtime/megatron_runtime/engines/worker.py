@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.contexts.dynamic_context import RequestRefusedError
 from megatron_runtime.engines.build import LoadedEngine, build_engine
-from megatron_runtime.engines.dynamic_engine import EngineRequest
+from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics

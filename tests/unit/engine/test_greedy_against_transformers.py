@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaForCausalLM
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
 from megatron_runtime.sampling_params import SamplingParams

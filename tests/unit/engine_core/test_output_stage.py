@@ -5,7 +5,7 @@ import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.engines.dynamic_engine import RequestOutput
+from megatron_runtime.engines.engine_request import RequestOutput
 from megatron_runtime.engines.output_stage import OutputStage
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.messages import (

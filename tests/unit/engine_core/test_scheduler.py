@@ -11,8 +11,9 @@ from megatron_runtime.contexts.dynamic_context import (
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
 )
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine, EngineRequest
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.sampling_params import SamplingParams
 
 DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}

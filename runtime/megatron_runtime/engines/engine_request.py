@@ -1,0 +1,159 @@
+"""What goes into an engine and what comes out: a request, the outputs of a step, how a request went."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import ErrorCode
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+EpochSpans = list[tuple[int, int]]
+"""(position, epoch): from this position on, among prompt and answer, forward passes ran on the weights of `epoch`."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineRequest:
+    """A request as an engine gets it.
+
+    prompt_tokens:    int32 [p].
+    generated_tokens: int32 [g]; generated elsewhere before: they count, and are never sampled again.
+    seed:             with the index of a token it fixes the random number that the token is drawn with.
+    deadline_seconds: time left for it, running or waiting; None means no limit.
+    """
+
+    request_id: int
+    prompt_tokens: npt.NDArray[Any]
+    generated_tokens: npt.NDArray[Any]
+    sampling_params: SamplingParams
+    seed: int = 0
+    deadline_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """How a request went, from when this engine got it. Times are 0 for a stage that was not reached.
+
+    queue_seconds:   until it first had a slot; prefill_seconds: from then to its first token; decode_seconds: the rest.
+    policy_epoch:    weights that tokens were sampled with; kv_cache_epoch: weights that their KV was computed with.
+    """
+
+    queue_seconds: float
+    prefill_seconds: float
+    decode_seconds: float
+    policy_epoch: EpochSpans
+    kv_cache_epoch: EpochSpans
+    events: list[DynamicInferenceEvent]
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What a step brought for one request. With a finish_reason it is the last output of that request.
+
+    error, error_code: why, where the reason is "error".
+    """
+
+    request_id: int
+    new_tokens: list[int]
+    prompt_length: int
+    finish_reason: FinishReason | None = None
+    num_cached_tokens: int = 0
+    new_log_probs: list[float] | None = None
+    error: str | None = None
+    error_code: ErrorCode = ErrorCode.ENGINE_FAILED
+    summary: RequestSummary | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since the start, and the load of this moment.
+
+    prefix_cache_queries, prefix_cache_hits: prompt tokens looked for in the prefix cache, and found.
+    prefix_coordination_waits: steps that a request sat out because another was computing its prefix.
+    """
+
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prefix_coordination_waits: int
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that an engine works on.
+
+    tokens:    prompt and answer; kept here only while it holds no slot.
+    rank:      its place in every queue: lower priority number first, then order of arrival.
+    digests:   of the complete blocks of its prompt.
+    reads_cache: it may take these blocks from the prefix cache.
+    deadline, arrived, admitted, first_token: on the engine's clock.
+    """
+
+    request: EngineRequest
+    tokens: npt.NDArray[np.int32]
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    rank: tuple[int, int]
+    digests: list[bytes]
+    reads_cache: bool
+    deadline: float | None
+    arrived: float
+    admitted: float | None = None
+    first_token: float | None = None
+    slot: int = -1
+    num_cached_tokens: int = 0
+    policy_epoch: EpochSpans = field(default_factory=list)
+    kv_cache_epoch: EpochSpans = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling_params
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
+        self.events.append(DynamicInferenceEvent(kind, payload=payload))
+
+    def stamp_epoch(self, epoch: int, *, total_tokens: int, has_cache: bool) -> None:
+        """The weights are of `epoch` from here on. The newest token is the next forward pass's first."""
+        self.policy_epoch = _stamped(
+            self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
+        )
+        self.kv_cache_epoch = _stamped(self.kv_cache_epoch, total_tokens - 1, epoch) if has_cache else [(0, epoch)]
+
+    def summary(self, now: float) -> RequestSummary:
+        admitted = self.admitted if self.admitted is not None else now
+        first_token = self.first_token if self.first_token is not None else now
+        return RequestSummary(
+            queue_seconds=admitted - self.arrived,
+            prefill_seconds=first_token - admitted,
+            decode_seconds=now - first_token,
+            policy_epoch=self.policy_epoch,
+            kv_cache_epoch=self.kv_cache_epoch,
+            events=self.events,
+        )
+
+
+def _stamped(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
+    return [*(span for span in spans if span[0] < start), (start, epoch)]
