@@ -40,8 +40,13 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
     "--block-size-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of a block hash."
 )
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
+@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
 @click.option(
-    "--prefix-caching/--no-prefix-caching", default=True, help="Accepted; this engine keeps no prefix cache yet."
+    "--prefix-eviction",
+    type=click.Choice(["lru", "ref_zero"]),
+    default="lru",
+    show_default=True,
+    help="Keep blocks that nobody holds until their memory is needed, or forget them at once.",
 )
 @click.option("--revision", default="", help="What this engine was rendered from; shown in the status.")
 @click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
@@ -68,7 +73,7 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @log_level
 @readable_errors
-def command(*, keys_dir: Path | None, prefix_caching: bool, **options: Any) -> None:
+def command(*, keys_dir: Path | None, **options: Any) -> None:
     """Run one data-parallel engine until SIGTERM."""
     from megatron_runtime.engines import worker
     from megatron_runtime.engines.settings import EngineSettings

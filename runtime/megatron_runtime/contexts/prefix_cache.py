@@ -33,7 +33,7 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class BlockEvents:
-    """What became findable and what no longer is, as keys. With `cleared` everything before `stored` went."""
+    """Keys that became findable and are, and those that no longer are. With `cleared`, all of before are not."""
 
     stored: list[bytes] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
@@ -139,8 +139,11 @@ class PrefixCache:
         self._events = BlockEvents(cleared=True)
 
     def take_events(self) -> BlockEvents:
-        """What happened since the last call."""
+        """What changed since the last call."""
         events, self._events = self._events, BlockEvents()
+        if events:
+            events.stored = [key for key in dict.fromkeys(events.stored) if key in self]
+            events.evicted = [key for key in dict.fromkeys(events.evicted) if key not in self]
         return events
 
     def _push(self, block: CachedBlock) -> None:

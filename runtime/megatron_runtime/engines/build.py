@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, PrefixCachingEvictionPolicy
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor
 from megatron_runtime.engines.executor import Executor
@@ -51,6 +51,9 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
         max_tokens=max(settings.max_tokens, settings.max_requests),
         max_sequence_length=settings.max_sequence_length,
         enable_chunked_prefill=settings.chunked_prefill,
+        enable_prefix_caching=settings.prefix_caching,
+        prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(settings.prefix_eviction),
+        block_size_tokens=settings.block_size_tokens,
     )
     if settings.executor == "echo":
         return _echo_engine(settings, config)

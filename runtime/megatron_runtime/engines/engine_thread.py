@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import RequestOutput
 
@@ -29,6 +30,7 @@ class EngineThread:
     """Owns `engine` from start() on: nobody else may touch it, except through call().
 
     on_step:    receives what one step produced, on the loop, in order.
+    on_blocks:  receives what changed in the prefix cache, on the loop.
     on_failure: receives the exception that ended the thread, on the loop.
 
     A result of call() reaches the loop after the outputs of every step that ran before the command.
@@ -40,10 +42,12 @@ class EngineThread:
         *,
         on_step: Callable[[Outputs], None],
         on_failure: Callable[[BaseException], None],
+        on_blocks: Callable[[BlockEvents], None] = lambda _events: None,
     ) -> None:
         self.steps = 0
         self._engine = engine
         self._on_step = on_step
+        self._on_blocks = on_blocks
         self._on_failure = on_failure
         self._commands: deque[tuple[Callable[[DynamicInferenceEngine], Any], asyncio.Future[Any]]] = deque()
         self._wake = threading.Condition()
@@ -95,6 +99,9 @@ class EngineThread:
                     outputs = self._engine.step()
                     self.steps += 1
                     self._deliver(self._on_step, outputs)
+                blocks = self._engine.take_block_events()
+                if blocks:
+                    self._deliver(self._on_blocks, blocks)
         except Exception as error:
             logger.exception("the engine failed")
             self._deliver(self._on_failure, error)

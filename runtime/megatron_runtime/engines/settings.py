@@ -22,7 +22,9 @@ class EngineSettings:
     max_tokens:        most tokens of one step.
     chunked_prefill:   spread prompts longer than max_tokens over several steps.
     kv_cache_memory:   bytes of the KV cache.
-    block_size_tokens: granularity of block hashes, in tokens.
+    prefix_caching:    requests share the KV of equal prefixes.
+    prefix_eviction:   "lru" keeps blocks that nobody holds until their memory is needed; "ref_zero" forgets them.
+    block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     revision:          hash of what this engine was rendered from; shown in the status.
     health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
@@ -44,6 +46,8 @@ class EngineSettings:
     max_tokens: int = 2048
     chunked_prefill: bool = True
     kv_cache_memory: int = 1 << 30
+    prefix_caching: bool = True
+    prefix_eviction: Literal["lru", "ref_zero"] = "lru"
     block_size_tokens: int = 256
     revision: str = ""
     health_port: int | None = None

@@ -9,9 +9,11 @@ import os
 import signal
 import sys
 
+import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
 from megatron_runtime.contexts.dynamic_context import RequestRefusedError
+from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineThread, Outputs
@@ -19,6 +21,7 @@ from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
 from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
 from megatron_runtime.peer_link import coordinator_address
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
@@ -29,6 +32,7 @@ from megatron_runtime.wire.messages import (
     ControlCommit,
     Dispatch,
     Error,
+    EvictedBlocks,
     Heartbeat,
     Hello,
     HelloAck,
@@ -56,7 +60,9 @@ class EngineWorker:
         self.ended = asyncio.Event()
         self._settings = settings
         self._loaded = loaded
-        self._thread = EngineThread(loaded.engine, on_step=self._on_step, on_failure=self._on_failure)
+        self._thread = EngineThread(
+            loaded.engine, on_step=self._on_step, on_blocks=self._on_blocks, on_failure=self._on_failure
+        )
         self._lifecycle = Lifecycle(self._thread, ranks=loaded.ranks)
         self._serving = False
         self._leaving = False
@@ -135,7 +141,7 @@ class EngineWorker:
             revision=settings.revision,
             max_requests=settings.max_requests,
             max_sequence_length=loaded.engine.context.max_sequence_length,
-            block_size_tokens=settings.block_size_tokens,
+            block_size_tokens=settings.block_size_tokens if settings.prefix_caching else 0,
         )
 
     def _heartbeat(self, incarnation: int) -> Heartbeat:
@@ -256,6 +262,7 @@ class EngineWorker:
             generated_tokens=tokens_from_bytes(dispatch.generated),
             sampling_params=params,
             seed=dispatch.meta.seed,
+            deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
         )
         self._outputs.add(dispatch, params, request.generated_tokens.tolist(), epoch=self._lifecycle.epoch)
         if dispatch.dispatch_id in self._outputs.open:
@@ -272,6 +279,11 @@ class EngineWorker:
 
     def _on_step(self, outputs: Outputs) -> None:
         self._outputs.step(outputs)
+
+    def _on_blocks(self, events: BlockEvents) -> None:
+        if events.cleared or events.evicted:
+            hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
+            self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
 
     def _on_failure(self, error: BaseException) -> None:
         self.failure = error
