@@ -4,9 +4,9 @@ Invariants, held by a search over every reachable state (tests/unit/operator/tes
 
 - A step takes capacity away only by DRAIN, and only while more than `replicas - maxUnavailable` engines are available.
 - An engine loses its pods only when it is of another revision and either does not serve or was drained.
-- After an engine was replaced, the next one that serves is not touched before the new one serves and its canary passed.
-- Engines that do not serve are replaced first, but while nothing proves the new revision only `maxUnavailable` of them:
-  a bad revision never spreads, and an engine that is merely restarting is not lost to it.
+- While nothing proves the wanted revision, at most `maxUnavailable` engines are given it: a bad revision never spreads,
+  and an engine that is merely restarting is not lost to it. Proven means: an engine of it serves and its canary passed.
+- Engines that do not serve are replaced first, because that costs nothing.
 - An engine of the wanted revision is never touched, whatever revisions were wanted in between: edits collapse into
   the last one, and a revert keeps what still runs the old one.
 """
@@ -136,18 +136,22 @@ def _to_prove(engine: EngineFacts) -> bool:
 def _down(engines: Sequence[EngineFacts], outdated: list[EngineFacts], max_unavailable: int) -> tuple[str, ...]:
     """Outdated engines that do not serve and may be replaced now."""
     down = [engine.name for engine in outdated if not engine.serving]
-    unproven = [engine for engine in engines if engine.unproven]
-    proven = any(engine.current and not engine.unproven for engine in engines)
-    room = len(down) if proven else max(0, max_unavailable - len(unproven))
-    return tuple(reversed(down))[:room]
+    return tuple(reversed(down))[: _room(engines, max_unavailable)]
+
+
+def _room(engines: Sequence[EngineFacts], max_unavailable: int) -> int:
+    """How many more engines may be given the wanted revision now."""
+    if any(engine.current and not engine.unproven for engine in engines):
+        return len(engines)
+    return max(0, max_unavailable - sum(engine.unproven for engine in engines))
 
 
 def _next_outdated(engines: Sequence[EngineFacts], outdated: list[EngineFacts], max_unavailable: int) -> Step:
     idle = [engine for engine in outdated if engine.serving and engine.drained]
-    if idle:
-        return Replace((idle[-1].name,))
     absent = tuple(engine.name for engine in engines if not engine.serving)
-    half_drained = [engine for engine in outdated if engine.serving and engine.draining]
+    if idle and _room(engines, max_unavailable):
+        return Replace((idle[-1].name,))
+    half_drained = [engine for engine in outdated if engine.serving and engine.draining and not engine.drained]
     if half_drained:
         return Drain(half_drained[-1].name)
     serving = [engine for engine in outdated if engine.serving]

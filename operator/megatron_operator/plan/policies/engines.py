@@ -21,9 +21,13 @@ def running(scene: Scene) -> bool:
 
 
 def drained(scene: Scene, engine: EngineView) -> bool:
-    """Nothing is gained by draining this engine (again): it serves nobody, or its DRAIN is over."""
+    """Nothing is gained by draining this engine (again): it serves nobody, or its DRAIN is over. An engine that was
+    started anew since has work again."""
+    if engine.report is None or not engine.serving:
+        return True
     operation = scene.operation
-    return not engine.serving or (operation is not None and operation.over(SignalKind.DRAIN, engine=engine.name))
+    over = operation is not None and operation.over(SignalKind.DRAIN, engine=engine.name)
+    return over and engine.report.draining
 
 
 def delete_pods(engine: EngineView, reason: str) -> DeletePods:
