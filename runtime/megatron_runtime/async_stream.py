@@ -34,8 +34,7 @@ class AsyncStream:
     def put(self, item: Any) -> None:
         """Add an item; after finish() it is ignored."""
         if self._is_foreign():
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self.put, item)
+            self._call_reader(self.put, item)
         elif not self._finished:
             self._items.append(item)
             self._wake()
@@ -43,8 +42,7 @@ class AsyncStream:
     def finish(self, error: Any = None) -> None:
         """End the stream; an exception (or exception class) is raised after the last item. Idempotent."""
         if self._is_foreign():
-            assert self._loop is not None
-            self._loop.call_soon_threadsafe(self.finish, error)
+            self._call_reader(self.finish, error)
         elif not self._finished:
             self._finished = True
             if isinstance(error, BaseException) or (isinstance(error, type) and issubclass(error, BaseException)):
@@ -88,6 +86,15 @@ class AsyncStream:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
+    def _call_reader(self, method: Callable[[Any], None], argument: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(method, argument)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # Nobody can read any more.
+
     def _is_foreign(self) -> bool:
         """Called outside the reader's loop, from another thread."""
         if self._loop is None:
@@ -95,4 +102,4 @@ class AsyncStream:
         try:
             return asyncio.get_running_loop() is not self._loop
         except RuntimeError:
-            return self._loop.is_running()
+            return self._loop.is_running() or self._loop.is_closed()

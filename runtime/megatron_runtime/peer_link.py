@@ -84,6 +84,7 @@ class PeerLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: EventSocket | None = None
         self._incarnation = 0
+        self._attempts = 0
         self._lost = False
         self._heard = 0.0
         self._heartbeat_seconds = limits.HEARTBEAT_SECONDS
@@ -155,7 +156,10 @@ class PeerLink:
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
         if self._keys is not None:
-            self._keys.apply(socket)
+            # A connection may have failed because the keys changed.
+            self._keys = self._keys.refreshed()
+            self._keys.apply(socket, attempt=self._attempts)
+            self._attempts += 1
         socket.connect(self.address)
         self._incarnation = random.SystemRandom().getrandbits(64)
         self._socket = EventSocket(socket, self._receive)
@@ -207,12 +211,17 @@ class PeerLink:
                     self._lose()
                     self.say_hello()
             case Error(code=ErrorCode.VERSION | ErrorCode.WRONG_ROLE) if not self.registered:
-                self._refused(message)
+                self._refused(f"refused HELLO: {message.code.name}: {message.message}")
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
                 self._lose()
                 self.say_hello()
+            case _ if self._is_first_answer() and not isinstance(message, Error | Heartbeat):
+                self._refused(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
                 self._on_message(message)
+
+    def _is_first_answer(self) -> bool:
+        return self.coordinator_incarnation == 0 and not self.registered
 
     def _registered(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
@@ -224,8 +233,8 @@ class PeerLink:
             self._acknowledged.set_result(None)
         self._on_ack(ack, forgotten)
 
-    def _refused(self, error: Error) -> None:
-        message = f"the coordinator at {self.address} refused HELLO: {error.code.name}: {error.message}"
+    def _refused(self, what: str) -> None:
+        message = f"the coordinator at {self.address} {what}"
         if self._acknowledged is not None and not self._acknowledged.done():
             self._acknowledged.set_exception(HandshakeRefusedError(message))
         else:

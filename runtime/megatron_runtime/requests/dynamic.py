@@ -60,7 +60,7 @@ class DynamicInferenceRequest(InferenceRequest):
 
     def _compute_block_hashes(self) -> None:
         assert self.block_size_tokens is not None
-        salt: str | None = getattr(self.sampling_params, "cache_salt", None)
+        salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
         self.precomputed_block_hashes = block_hashes(
             as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
         )

@@ -1,0 +1,58 @@
+"""The control messages that a client may send, as methods. What carries them is for the class that inherits."""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import ControlAck
+
+
+class EngineVerbs(ABC):
+    """Each verb is sent by the call itself; the future gives the confirmed answer and may be ignored."""
+
+    @abstractmethod
+    def _control(self, kind: Header, options: dict[str, Any]) -> asyncio.Future[ControlAck]:
+        """Send now."""
+
+    def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Freeze generation. The future gives the confirmed answer when every engine has paused.
+
+        All verbs take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`; their futures raise
+        ControlRefusedError, or CoordinatorUnreachableError when no answer came. They are sent by the call itself.
+        A coordinator with three ports takes them on its admin port only: see ControlLink.
+        """
+        return self._control(Header.PAUSE, options)
+
+    def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Generate again, from where it was."""
+        return self._control(Header.UNPAUSE, options)
+
+    def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Give memory back. Legal when paused."""
+        return self._control(Header.SUSPEND, options)
+
+    def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Take memory again; the engines are paused then."""
+        return self._control(Header.RESUME, options)
+
+    def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """End the engines; what is open is answered with an error. Legal when paused or suspended."""
+        return self._control(Header.STOP, options)
+
+    def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Label the tokens sampled from now on with `epoch`."""
+        return self._control(Header.SET_GENERATION_EPOCH, {**options, "epoch": epoch})
+
+    def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Go on with the weights at `source`, a model reference that every engine can read, labelled `epoch`.
+
+        Confirmed when every engine has verified and taken them. Requests in flight go on; their cache is computed anew.
+        """
+        return self._control(Header.UPDATE_WEIGHTS, {**options, "source": source, "epoch": epoch})
+
+    def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
+        """Give no more work to `engine` (None: to all); confirmed when it has nothing in flight."""
+        return self._control(Header.DRAIN, {**options, "engine": engine})

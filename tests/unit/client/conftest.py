@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+from scripted_engine import ScriptedEngine
+
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Role
+
+
+class Pool:
+    """A coordinator on one port with a scripted engine behind it."""
+
+    def __init__(self) -> None:
+        settings = CoordinatorSettings(
+            listen="127.0.0.1", client_port=0, single_port=True, timing=Timing(heartbeat=0.05, recovery=0.0)
+        )
+        self.coordinator = Coordinator(settings)
+        self.coordinator.start()
+        self.address = self.coordinator.transport.addresses[Role.CLIENT]
+        self.engine = ScriptedEngine(self.address)
+
+
+@pytest.fixture
+async def pool() -> AsyncIterator[Pool]:
+    pool = Pool()
+    await pool.engine.start()
+    yield pool
+    pool.engine.close()
+    assert pool.coordinator.transport.handler_errors == 0
+    pool.coordinator.stop()
+
+
+@pytest.fixture
+def params() -> Callable[..., SamplingParams]:
+    return lambda tokens=8, **values: SamplingParams(num_tokens_to_generate=tokens, **values)
+
+
+@pytest.fixture
+def collect() -> Callable[[Any], Any]:
+    async def read(stream: Any) -> tuple[list[int], dict[str, Any]]:
+        tokens: list[int] = []
+        async for item in stream:
+            if "final" in item:
+                return tokens, item["final"]
+            tokens += item["partial"]["new_tokens"]
+        raise AssertionError("the stream ended without a final reply")
+
+    return read

@@ -1,0 +1,262 @@
+"""The client itself: loops, threads, handshakes, deadlines, verbs. Coordinators and engines are tested elsewhere."""
+
+import asyncio
+import threading
+
+import pytest
+import zmq
+import zmq.asyncio
+
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import (
+    ControlRefusedError,
+    DeadlineExceededError,
+    HandshakeRefusedError,
+    InferenceClient,
+    InvalidRequestError,
+    QueueFullError,
+    RequestRejectedError,
+    RequestTooLargeError,
+    UnavailableError,
+)
+from megatron_runtime.requests.rejection import rejection
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import Abort, decode
+
+PROMPT = [1, 2, 3]
+
+
+@pytest.fixture
+async def client(pool):
+    client = InferenceClient(pool.address, deserialize=False)
+    await client.start()
+    yield client
+    client.stop()
+
+
+@pytest.fixture
+def elsewhere():
+    """Another thread with an event loop."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    yield loop
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join()
+    loop.close()
+
+
+async def forgotten(client: InferenceClient) -> None:
+    async with asyncio.timeout(20):
+        while client._open:  # noqa: ASYNC110 - a table has no event
+            await asyncio.sleep(0.01)
+
+
+def over_there(loop, coroutine):
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))
+
+
+class TestAnyLoop:
+    async def test_requests_streams_and_verbs_from_another_thread(
+        self, client, pool, params, collect, elsewhere
+    ) -> None:
+        async def use() -> None:
+            future = client.add_request(PROMPT, params(4))
+            assert future.get_loop() is elsewhere
+            assert (await future)["generated_tokens"] == echo_answer(PROMPT, 4)
+            tokens, final = await collect(client.add_request_streaming(PROMPT, params(20)))
+            assert tokens == final["generated_tokens"] == echo_answer(PROMPT, 20)
+            assert (await client.pause_engines()).ok
+            with pytest.raises(ControlRefusedError, match="PAUSED"):
+                await client.resume_engines()
+            client.unpause_engines()  # may be ignored
+            assert (await client.status()).engines
+
+        await over_there(elsewhere, use())
+        assert client.completion_futures == client.streams == {}
+
+    async def test_two_loops_at_once_never_share_an_id(self, client, params, elsewhere) -> None:
+        async def many() -> list[dict]:
+            return await asyncio.gather(*(client.add_request(PROMPT, params(2)) for _ in range(200)))
+
+        here, there = await asyncio.gather(many(), over_there(elsewhere, many()))
+        assert len({reply["request_id"] for reply in here + there}) == 400
+        assert client.next_request_id == 400
+
+    async def test_cancelling_and_closing_over_there_aborts_here(self, client, pool, params, elsewhere) -> None:
+        pool.engine.step_seconds = None
+
+        async def leave() -> None:
+            future = client.add_request(PROMPT, params(4))
+            stream = client.add_request_streaming(PROMPT, params(4))
+            future.cancel()
+            await stream.aclose()
+            assert [item async for item in stream] == []
+
+        await over_there(elsewhere, leave())
+        await forgotten(client)
+
+    async def test_started_and_stopped_from_outside_its_loop(self, pool, params, elsewhere) -> None:
+        client = InferenceClient(pool.address, deserialize=False)
+        await client.start(loop=elsewhere)
+        pool.engine.step_seconds = None
+        future = client.add_request(PROMPT, params(4))
+        await client.status()  # the request has been submitted
+        await asyncio.to_thread(client.stop)
+        with pytest.raises(asyncio.CancelledError):
+            await future
+
+    async def test_a_reader_whose_loop_is_gone_costs_nothing(self, client, pool, params) -> None:
+        pool.engine.step_seconds = None
+
+        async def begin() -> None:
+            client.add_request_streaming(PROMPT, params(4))
+            client.add_request(PROMPT, params(4))
+            await client.status()
+
+        await asyncio.to_thread(asyncio.run, begin())
+        await pool.engine.until(lambda: len(pool.engine.jobs) == 2)
+        for _ in range(4):
+            pool.engine.step()
+        await forgotten(client)
+        assert client.completion_futures == client.streams == {}
+
+
+class TestRequests:
+    async def test_ids_count_from_zero_and_leave_every_table(self, client, params) -> None:
+        futures = [client.add_request(PROMPT, params(1)) for _ in range(3)]
+        assert sorted(client.completion_futures) == [0, 1, 2]
+        assert all(type(future).__module__ == "_asyncio" for future in futures)
+        replies = await asyncio.gather(*futures)
+        assert [reply["request_id"] for reply in replies] == [0, 1, 2]
+        assert all(reply["latency"] > 0 for reply in replies)
+        assert client.completion_futures == client._open == client._by_id == {}
+
+    async def test_outside_a_loop_there_is_no_future(self, client, params) -> None:
+        with pytest.raises(RuntimeError, match="no running event loop"):
+            await asyncio.to_thread(client.add_request, PROMPT, params(1))
+        assert client.next_request_id == 0
+
+    async def test_streaming_is_set_on_the_callers_object(self, client, params, collect) -> None:
+        asked = params(2)
+        await collect(client.add_request_streaming(PROMPT, asked))
+        assert asked.streaming
+
+    async def test_a_stream_has_one_final_and_then_the_end(self, client, params) -> None:
+        items = [item async for item in client.add_request_streaming(PROMPT, params(6))]
+        assert [next(iter(item)) for item in items] == ["partial"] * (len(items) - 1) + ["final"]
+
+    async def test_closing_before_start_forgets_the_request(self, pool, params) -> None:
+        client = InferenceClient(pool.address, deserialize=False)
+        stream = client.add_request_streaming(PROMPT, params(2))
+        assert client.streams == {0: stream}
+        await stream.aclose()
+        assert client.streams == client._open == {}
+        client.stop()
+
+    async def test_both_water_marks_are_off(self, client) -> None:
+        assert client.socket.getsockopt(zmq.SNDHWM) == client.socket.getsockopt(zmq.RCVHWM) == 0
+
+    async def test_stopped_it_refuses_and_its_context_is_gone(self, pool, params) -> None:
+        client = InferenceClient(pool.address)
+        await client.start()
+        client.stop()
+        client.stop()
+        assert client.socket is None
+        assert client.context.closed
+        with pytest.raises(UnavailableError, match="was stopped"):
+            await client.add_request(PROMPT, params(1))
+
+    async def test_a_client_alone_ends_a_request_whose_time_is_up(self, params, monkeypatch, unused_tcp_port) -> None:
+        monkeypatch.setattr("megatron_runtime.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
+        client = InferenceClient(unused_tcp_port)
+        await client.start(connect_timeout_seconds=0)
+        with pytest.raises(TimeoutError, match=str(unused_tcp_port)) as ended:
+            await client.add_request(PROMPT, params(1), deadline_seconds=0.05)
+        assert isinstance(ended.value, DeadlineExceededError)
+        assert client._open == {}
+        client.stop()
+
+    @pytest.mark.parametrize(
+        ("code", "kind"),
+        [
+            (400, InvalidRequestError),
+            (413, RequestTooLargeError),
+            (429, QueueFullError),
+            (503, UnavailableError),
+            (504, DeadlineExceededError),
+            (500, RequestRejectedError),
+        ],
+    )
+    def test_a_refusal_has_the_class_of_its_reason(self, code, kind) -> None:
+        error = rejection(code, "no", 2.0)
+        assert type(error) is kind
+        assert (error.code, error.message, error.retry_after_seconds) == (code, "no", 2.0)
+
+
+class TestVerbs:
+    async def test_they_are_sent_at_once_and_confirmed(self, client, pool) -> None:
+        await client.pause_engines()
+        await client.suspend_engines()
+        await client.resume_engines()
+        await client.unpause_engines()
+        await client.set_generation_epoch(7)
+        assert pool.engine.epoch == 7
+        await client.pause_engines()
+        await client.stop_engines()
+        assert {Header.SUSPEND, Header.RESUME, Header.STOP} <= set(pool.engine.acted)
+
+
+class TestHandshake:
+    @pytest.fixture
+    async def impostor(self):
+        """A ROUTER that takes every message and answers with what the test says."""
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.ROUTER)
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+        received: list[list[bytes]] = []
+        answer: list[bytes] = []
+
+        async def serve() -> None:
+            while True:
+                peer, *frames = await socket.recv_multipart()
+                received.append(frames)
+                if answer:
+                    await socket.send_multipart([peer, *answer])
+
+        task = asyncio.create_task(serve())
+        yield port, answer, received
+        task.cancel()
+        socket.close(linger=0)
+        context.term()
+
+    async def test_any_other_answer_is_an_assertion_error_at_once(self, impostor) -> None:
+        port, answer, _ = impostor
+        answer[:] = [b"\x91\x01"]  # CONNECT_ACK, of another protocol
+        client = InferenceClient(port)
+        with pytest.raises(HandshakeRefusedError, match=f"127.0.0.1:{port}") as refused:
+            await client.start(connect_timeout_seconds=20)
+        assert isinstance(refused.value, AssertionError)
+        assert client.context.closed
+
+
+async def test_an_abort_names_the_request(client, pool, params) -> None:
+    pool.engine.step_seconds = None
+    sent: list[list[bytes]] = []
+    stream = client.add_request_streaming(PROMPT, params(4))
+    uid = next(iter(client._open))
+    send = client._link.send
+    client._link.send = lambda frames: (sent.append(frames), send(frames))
+    await stream.aclose()
+    assert [decode(frames) for frames in sent] == [Abort(uid)]
+    assert client.streams == client._by_id == {}
+
+
+async def test_one_params_object_may_be_shared_and_changed_later(client, params) -> None:
+    shared = params(3)
+    futures = [client.add_request([number], shared) for number in range(50)]
+    shared.num_tokens_to_generate = 1
+    replies = await asyncio.gather(*futures)
+    assert all(len(reply["generated_tokens"]) == 3 for reply in replies)
+    assert isinstance(shared, SamplingParams)
