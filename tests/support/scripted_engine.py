@@ -65,6 +65,8 @@ class ScriptedEngine:
     serving: bool = True
     epoch: int = 0
     fence: int = 0
+    revision: str = ""
+    source: str | None = None
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
     keys: PeerKeys | None = None
@@ -72,6 +74,7 @@ class ScriptedEngine:
     mute: set[Header] = field(default_factory=set)
     failing: set[Header] = field(default_factory=set)
     acted: Counter = field(default_factory=Counter)
+    controls: list[Control] = field(default_factory=list)
     commits: list[ControlCommit] = field(default_factory=list)
     acks: list[HelloAck] = field(default_factory=list)
     errors: list[Error] = field(default_factory=list)
@@ -114,6 +117,8 @@ class ScriptedEngine:
             epoch=self.epoch,
             fence=self.fence,
             ranks=self.ranks,
+            revision=self.revision,
+            source=self.source,
             max_requests=self.max_requests,
             block_size_tokens=self.block_size_tokens,
         )
@@ -201,6 +206,7 @@ class ScriptedEngine:
 
     def _control(self, control: Control) -> None:
         kind = control.kind
+        self.controls.append(control)
         self.fence = max(self.fence, control.fence or 0)
         if kind in self.mute:
             return

@@ -1,57 +1,18 @@
-"""Clients and administrators registered now, and what each is still owed. A slow one costs nobody else anything."""
+"""Clients and administrators registered now, and sending to them. A slow one costs nobody else anything."""
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
 
+from megatron_runtime.data_parallel_inference_coordinator.records import Client
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import Frames
 
-if TYPE_CHECKING:
-    from megatron_runtime.data_parallel_inference_coordinator.journal import Entry
-
 REMEMBERED_ANSWERS = 4096
 OUTBOX_MESSAGES = 100_000
 """Answers kept for a client that does not read; the one after it drops the client."""
-
-
-@dataclass(slots=True, eq=False)
-class Client:
-    """One registration.
-
-    route:     the number by which engines group partials for it.
-    open:      its open requests by uid.
-    plain_ids: uid by request number, for a plain client.
-    answered:  uids whose final answer went out on the present connection, and thus arrives; the last few thousand.
-    outbox:    messages that could not be sent yet, in order, each with the uid it answers for good. While it is not
-               empty, partials are not sent at all: the tokens wait in the journal and go out as one.
-    behind:    partials are owed.
-    stuck_since: when sending first failed; None while it succeeds.
-    """
-
-    name: str
-    peer: PeerId
-    role: Role
-    incarnation: int
-    route: int
-    heard: float
-    plain: bool = False
-    open: dict[bytes, Entry] = field(default_factory=dict)
-    plain_ids: dict[int, bytes] = field(default_factory=dict)
-    outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
-    answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
-    behind: bool = False
-    stuck_since: float | None = None
-    reachable: bool = True
-
-    @property
-    def blocked(self) -> bool:
-        return bool(self.outbox) or self.behind or not self.reachable
 
 
 class ClientRegistry:
@@ -78,17 +39,20 @@ class ClientRegistry:
     def routed(self, route: int) -> Client | None:
         return self._by_route.get(route)
 
-    def add(self, name: str, peer: PeerId, role: Role, *, incarnation: int, plain: bool = False) -> Client:
-        client = Client(name, peer, role, incarnation, next(self._routes), self._now(), plain=plain)
+    def add(
+        self, name: str, peer: PeerId, role: Role, *, incarnation: int, plain: bool = False, key: bytes = b""
+    ) -> Client:
+        client = Client(name, peer, role, incarnation, next(self._routes), self._now(), plain=plain, key=key)
         self._by_name[role, name] = client
         self._by_peer[peer] = client
         self._by_route[client.route] = client
         return client
 
-    def move(self, client: Client, peer: PeerId, *, incarnation: int) -> None:
+    def move(self, client: Client, peer: PeerId, *, incarnation: int, key: bytes = b"") -> None:
         """The client is at another connection now; what it is owed goes there."""
         self._by_peer.pop(client.peer, None)
         client.peer = peer
+        client.key = key
         client.answered.clear()
         client.incarnation = incarnation
         client.reachable = True
@@ -106,6 +70,11 @@ class ClientRegistry:
             del self._by_peer[client.peer]
         self._by_route.pop(client.route, None)
         client.outbox.clear()
+
+    def check_integrity(self) -> None:
+        """What must hold whenever the loop is idle."""
+        registered = set(self._by_name.values())
+        assert registered == set(self._by_peer.values()) == set(self._by_route.values()), "a client is half registered"
 
     def send(self, client: Client, frames: Frames, *, answers: bytes | None = None) -> None:
         """Send now, or keep for later. `answers` is the uid of the request that this message ends."""

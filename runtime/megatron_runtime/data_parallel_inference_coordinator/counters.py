@@ -12,6 +12,10 @@ class Counters:
     """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
     stale: int = 0
     """Answers of engines that are not the current dispatch of their request, or not its next tokens."""
+    late: int = 0
+    """Final answers of engines that had been removed, delivered all the same."""
+    evicted_blocks: int = 0
+    """Prefix blocks that engines said they no longer hold."""
     replays: int = 0
     """Requests dispatched anew because their engine was lost."""
     completed: int = 0

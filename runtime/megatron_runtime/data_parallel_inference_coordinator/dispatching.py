@@ -6,26 +6,39 @@ that joins finds work and one that leaves has little to hand over.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from megatron_runtime.data_parallel_inference_coordinator import plain
-from megatron_runtime.data_parallel_inference_coordinator.clients import Client, ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clock import Clock
 from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry
-from megatron_runtime.data_parallel_inference_coordinator.journal import Entry, Journal
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.journal import Journal
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
+from megatron_runtime.data_parallel_inference_coordinator.waiting import Deadlines, WaitingQueue
 from megatron_runtime.wire.headers import ErrorCode
 from megatron_runtime.wire.messages import Abort, Dispatch, Error, Frames, MalformedMessageError, RequestMeta
 
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
+REMEMBERED_DISPATCHES = 4
+"""Former dispatches of one request whose final is still accepted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerDispatch:
+    """A dispatch to an engine that has been removed since. `generated_bytes`: tokens that it was given."""
+
+    peer: PeerId
+    entry: Entry
+    generated_bytes: int
 
 
 class Dispatcher:
@@ -45,12 +58,14 @@ class Dispatcher:
         router: Router,
         counters: Counters,
         send: Callable[[PeerId, Frames], Sent],
+        clock: Clock,
         may_dispatch: Callable[[], bool],
         on_lost: Callable[[Engine, str], None],
         on_change: Callable[[], None],
     ) -> None:
         self.journal = Journal(limit_bytes=settings.journal_bytes)
-        self.queue: OrderedDict[bytes, Entry] = OrderedDict()
+        self.queue = WaitingQueue()
+        self.deadlines = Deadlines(clock, self._expire)
         self._settings = settings
         self._engines = engines
         self._clients = clients
@@ -60,7 +75,8 @@ class Dispatcher:
         self._may_dispatch = may_dispatch
         self._on_lost = on_lost
         self._on_change = on_change
-        self._loop = asyncio.get_running_loop()
+        self._clock = clock
+        self._former: dict[int, FormerDispatch] = {}
         # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
         self._next_dispatch_id = random.SystemRandom().getrandbits(28) << 24
 
@@ -88,7 +104,7 @@ class Dispatcher:
         if known is not None:
             self._take_over(known, client, tokens_held=len(generated) // 4)
             return
-        now = self._loop.time()
+        now = self._clock.time()
         deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
         entry = Entry(uid, client, meta, prompt, params, bytearray(generated), now, deadline, plain_id=plain_id)
         entry.forwarded = entry.held = entry.tokens_so_far
@@ -101,6 +117,8 @@ class Dispatcher:
         client.open[uid] = entry
         self._enqueue(entry)
         self.pump()
+        if entry.engine is None and self.journal.get(uid) is entry:
+            self._limit_wait(entry)
 
     def _refuse_full(self, entry: Entry, reason: str) -> None:
         self.answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
@@ -118,30 +136,24 @@ class Dispatcher:
 
     def _enqueue(self, entry: Entry, *, first: bool = False) -> None:
         entry.engine, entry.dispatch_id = None, 0
-        self.queue[entry.uid] = entry
-        if first:
-            self.queue.move_to_end(entry.uid, last=False)
-        now = self._loop.time()
-        until = now + self._settings.max_wait_seconds
-        self._set_timer(entry, min(until, entry.deadline) if entry.deadline is not None else until)
+        self.queue.add(entry, first=first)
 
-    def _set_timer(self, entry: Entry, when: float | None) -> None:
-        if entry.timer is not None:
-            entry.timer.cancel()
-        entry.timer = self._loop.call_at(when, self._expire, entry) if when is not None else None
+    def _limit_wait(self, entry: Entry) -> None:
+        until = self._clock.time() + self._settings.max_wait_seconds
+        self.deadlines.set(entry, min(until, entry.deadline) if entry.deadline is not None else until)
 
     def pump(self) -> None:
         """Give engines what they have room for."""
         while self.queue and self._may_dispatch():
-            candidates = self._engines.ready_for_work()
+            candidates = self._engines.available() if self._router.deterministic else self._engines.with_room()
             if not candidates:
                 break
-            self._dispatch(next(iter(self.queue.values())), candidates)
+            self._dispatch(self.queue.head(), candidates)
         self._on_change()
 
     def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
         if entry.hashes is None:
-            entry.hashes = self._router.hashes_of(entry.prompt, candidates)
+            entry.hashes = self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt)
         engine = self._router.select(candidates, entry.hashes)
         self._next_dispatch_id += 1
         dispatch_id = self._next_dispatch_id
@@ -165,18 +177,18 @@ class Dispatcher:
         elif sent is Sent.FULL:
             engine.full = True
         else:
-            del self.queue[entry.uid]
+            self.queue.discard(entry)
             entry.engine, entry.dispatch_id = engine, dispatch_id
             entry.dispatched_bytes = len(entry.generated)
             engine.in_flight[dispatch_id] = entry
             self._router.assigned(engine, entry.hashes, request=entry.uid.hex())
-            self._set_timer(entry, entry.deadline)
+            self.deadlines.set(entry, entry.deadline)
 
     def _meta_now(self, entry: Entry) -> RequestMeta:
         if entry.deadline is None:
             return entry.meta
-        left = max(0, int((entry.deadline - self._loop.time()) * 1000))
-        return RequestMeta(entry.meta.streaming, entry.meta.seed, left, False)
+        left = max(0, int((entry.deadline - self._clock.time()) * 1000))
+        return replace(entry.meta, deadline_ms=left, text=False)
 
     def release(self, engine: Engine) -> None:
         """Queue again what `engine` had in flight, before everything that came later."""
@@ -184,7 +196,15 @@ class Dispatcher:
         engine.in_flight.clear()
         for entry in entries:
             self._counters.replays += 1
+            self._remember(entry, engine)
             self._enqueue(entry, first=True)
+            self._limit_wait(entry)
+
+    def _remember(self, entry: Entry, engine: Engine) -> None:
+        self._former[entry.dispatch_id] = FormerDispatch(engine.peer, entry, entry.dispatched_bytes)
+        entry.former.append(entry.dispatch_id)
+        if len(entry.former) > REMEMBERED_DISPATCHES:
+            del self._former[entry.former.pop(0)]
 
     # --- ends --------------------------------------------------------------------------------------------------
 
@@ -193,9 +213,23 @@ class Dispatcher:
         entry = engine.in_flight.get(dispatch_id)
         return entry if entry is not None and entry.uid == uid else None
 
+    def former(self, dispatch_id: int, peer: PeerId) -> FormerDispatch | None:
+        """The dispatch of an open request to an engine that was removed, answered by that engine after all."""
+        former = self._former.get(dispatch_id)
+        return former if former is not None and former.peer == peer else None
+
+    def withdraw(self, entry: Entry) -> None:
+        """Take an open request from its engine, if it has one."""
+        if entry.engine is not None:
+            self._send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
+
     def forget(self, entry: Entry) -> None:
         """The request is over, whatever the reason. Does not pump: the caller may have more to end."""
-        self.queue.pop(entry.uid, None)
+        self.queue.discard(entry)
+        self.deadlines.set(entry, None)
+        for dispatch_id in entry.former:
+            del self._former[dispatch_id]
+        entry.former.clear()
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
         self.journal.remove(entry)
@@ -205,7 +239,7 @@ class Dispatcher:
 
     def abort(self, entry: Entry) -> None:
         """Forget a request nobody waits for, here and at its engine."""
-        self._abort_at_engine(entry)
+        self.withdraw(entry)
         self.forget(entry)
         self._counters.aborted += 1
 
@@ -216,7 +250,7 @@ class Dispatcher:
 
     def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
         """End an open request with an error."""
-        self._abort_at_engine(entry)
+        self.withdraw(entry)
         self.forget(entry)
         self.answer_error(entry, code, message, retry_after=retry_after)
 
@@ -232,13 +266,16 @@ class Dispatcher:
             frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
         self._clients.send(entry.client, frames, answers=entry.uid)
 
-    def _abort_at_engine(self, entry: Entry) -> None:
-        if entry.engine is not None:
-            self._send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
-
     def _expire(self, entry: Entry) -> None:
-        entry.timer = None
-        waited = self._loop.time() - entry.arrived
+        waited = self._clock.time() - entry.arrived
         where = "for an engine" if entry.engine is None else "to be finished"
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: its time is up")
         self.pump()
+
+    def check_integrity(self) -> None:
+        """What must hold whenever the loop is idle."""
+        self.journal.check_integrity()
+        waiting = sum(entry.engine is None for entry in self.journal)
+        assert len(self.queue) == waiting, "a request without an engine does not wait for one"
+        for former in self._former.values():
+            assert self.journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron_runtime.data_parallel_inference_coordinator.clients import Client, ClientRegistry
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clock import Clock, Timer
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
 from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.wire.messages import Frames
@@ -41,14 +42,16 @@ class Health:
         clients: ClientRegistry,
         send: Callable[[PeerId, Frames], Sent],
         surroundings: Surroundings,
+        clock: Clock,
     ) -> None:
         self._timing = timing
+        self._clock = clock
         self._engines = engines
         self._clients = clients
         self._send = send
         self._surroundings = surroundings
         self._due = 0.0
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: Timer | None = None
 
     def start(self) -> None:
         self._schedule()
@@ -58,12 +61,11 @@ class Health:
             self._timer.cancel()
 
     def _schedule(self) -> None:
-        loop = asyncio.get_running_loop()
-        self._due = loop.time() + self._timing.heartbeat
-        self._timer = loop.call_at(self._due, self._tick)
+        self._due = self._clock.time() + self._timing.heartbeat
+        self._timer = self._clock.call_at(self._due, self._tick)
 
     def _tick(self) -> None:
-        now = asyncio.get_running_loop().time()
+        now = self._clock.time()
         late = now - self._due
         if late > self._timing.suspect / 2:
             logger.warning("this process stood still for %.1f s", late)

@@ -2,57 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from megatron_runtime.wire.messages import RequestMeta
-
-if TYPE_CHECKING:
-    from megatron_runtime.data_parallel_inference_coordinator.clients import Client
-    from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
-
-ENTRY_OVERHEAD_BYTES = 1024
-"""Estimate of what an entry costs beside its bodies."""
-TOKEN_BYTES = 4
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One open request.
-
-    generated:  tokens so far, little-endian int32. What the client was sent is fixed for ever.
-    forwarded:  how many of them the client was sent.
-    held:       how many of them the client is known to have, by its own word.
-    dispatched_bytes: length of `generated` when it was last dispatched.
-    dispatch_id, engine: the current dispatch; 0 and None while it waits.
-    plain_id:   the request's number at a plain client.
-    """
-
-    uid: bytes
-    client: Client
-    meta: RequestMeta
-    prompt: bytes
-    params: bytes
-    generated: bytearray
-    arrived: float
-    deadline: float | None = None
-    forwarded: int = 0
-    held: int = 0
-    dispatched_bytes: int = 0
-    dispatch_id: int = 0
-    engine: Engine | None = None
-    plain_id: int | None = None
-    hashes: list[int] | None = None
-    timer: asyncio.TimerHandle | None = field(default=None, repr=False)
-
-    @property
-    def tokens_so_far(self) -> int:
-        return len(self.generated) // TOKEN_BYTES
-
-    def cost(self) -> int:
-        return len(self.prompt) + len(self.params) + len(self.generated) + ENTRY_OVERHEAD_BYTES
+from megatron_runtime.data_parallel_inference_coordinator.records import Entry
 
 
 class Journal:
@@ -81,16 +33,17 @@ class Journal:
         self.bytes += cost
         return True
 
-    def append(self, entry: Entry, tokens: bytes) -> None:
+    def append(self, entry: Entry, tokens: bytes, *, details: bytes = b"", details_cost: int = 0) -> None:
+        """New tokens. `details` are shared by all entries of a message, of which this one bears `details_cost`."""
+        if details:
+            entry.details.append((entry.tokens_so_far, details))
+            entry.details_bytes += details_cost
         entry.generated += tokens
-        self.bytes += len(tokens)
+        self.bytes += len(tokens) + (details_cost if details else 0)
 
     def remove(self, entry: Entry) -> None:
         if self._entries.pop(entry.uid, None) is not None:
             self.bytes -= entry.cost()
-        if entry.timer is not None:
-            entry.timer.cancel()
-            entry.timer = None
 
     def check_integrity(self) -> None:
         """What must hold whenever the loop is idle."""

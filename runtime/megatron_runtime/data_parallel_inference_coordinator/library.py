@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine
 from megatron_runtime.data_parallel_inference_coordinator.settings import (
     CoordinatorSettings,
     PrefixCachingCoordinatorPolicy,
@@ -55,13 +55,12 @@ class DataParallelInferenceCoordinator:
     ) -> None:
         prefixes = enable_prefix_caching and block_size_tokens is not None
         policy = prefix_caching_coordinator_policy if prefixes else RoutingPolicy.LOAD_BALANCED
-        if deterministic_mode:
-            policy = RoutingPolicy.ROUND_ROBIN
         settings = CoordinatorSettings(
             listen="127.0.0.1",
             client_port=inference_coordinator_port or 0,
             single_port=True,
             routing_policy=policy,
+            deterministic=deterministic_mode,
             alpha=prefix_caching_routing_alpha,
             block_size_tokens=block_size_tokens,
             schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,

@@ -58,6 +58,8 @@ class CoordinatorMetrics(Collector):
         for name, text, value in (
             ("replays", "Requests dispatched anew because their engine was lost.", counters.replays),
             ("stale_answers", "Answers of engines that were not the next of their request.", counters.stale),
+            ("late_answers", "Final answers of engines that had been removed, delivered.", counters.late),
+            ("evicted_blocks", "Prefix blocks that engines said they no longer hold.", counters.evicted_blocks),
             ("completed_requests", "Requests that got their final answer from an engine.", counters.completed),
             ("refused_requests", "Requests that the coordinator answered with an error.", counters.refused),
             ("aborted_requests", "Requests aborted by their client, or because it left.", counters.aborted),

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import secrets
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import (
     Dispatch,
@@ -23,6 +25,9 @@ from megatron_runtime.wire.messages import (
 
 _MAX_TOKEN = (1 << 31) - 1
 
+Detokenize: TypeAlias = Callable[[list[int]], str] | None
+"""Text of token ids, or None where the coordinator has no tokenizer that can do it."""
+
 
 @dataclass(frozen=True, slots=True)
 class PlainSubmit:
@@ -34,7 +39,13 @@ class PlainSubmit:
         seed = self.params.get("seed")
         if type(seed) is not int or not 0 <= seed < 1 << 64:
             seed = secrets.randbits(64)
-        return RequestMeta(streaming=bool(self.params.get("streaming")), seed=seed)
+        priority, salt = self.params.get("priority"), self.params.get("cache_salt")
+        return RequestMeta(
+            streaming=bool(self.params.get("streaming")),
+            seed=seed,
+            priority=priority if type(priority) is int else 0,
+            cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
+        )
 
 
 def read_submit(items: list[Any]) -> PlainSubmit:
@@ -54,15 +65,23 @@ def _check_tokens(tokens: list[Any]) -> None:
             raise MalformedMessageError(f"token {token!r:.40}: want an integer from 0 to {_MAX_TOKEN}")
 
 
-def reply_frames(number: int, final: Final) -> Frames:
+def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
+    """ENGINE_REPLY to a plain client. The text is made here, where the engine gave none."""
     reply = unpack(final.reply)
     tokens = tokens_from_bytes(final.tokens).tolist()
     reply = {**(reply if isinstance(reply, dict) else {}), "request_id": number, "generated_tokens": tokens}
+    if detokenize is not None and reply.get("generated_text") is None:
+        reply["generated_text"] = detokenize(tokens)
     return [pack([int(Header.ENGINE_REPLY), number, reply])]
 
 
-def partial_frames(number: int, tokens: bytes) -> Frames:
+_NEW = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
+_PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
+
+
+def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frames:
     frame = {"request_id": number, "new_tokens": tokens_from_bytes(tokens).tolist()}
+    frame.update({_NEW.get(key, key): value for key, value in details.items()})
     return [pack([int(Header.ENGINE_REPLY_PARTIAL), number, frame])]
 
 
@@ -91,6 +110,7 @@ class PlainOutput:
     dispatch_id: int
     tokens: bytes
     reply: dict[str, Any] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
 
 
 def read_outputs(items: list[Any]) -> list[PlainOutput]:
@@ -109,13 +129,17 @@ def _read_output(frame: Any, *, final: bool) -> PlainOutput:
             if not isinstance(tokens, list):
                 raise MalformedMessageError(f"tokens {tokens!r:.40}: want a list")
             _check_tokens(tokens)
-            return PlainOutput(number, tokens_to_bytes(tokens), frame if final else None)
+            if final:
+                return PlainOutput(number, tokens_to_bytes(tokens), frame)
+            details = {key: frame[new] for key, new in _NEW.items() if frame.get(new) is not None}
+            details |= {key: frame[key] for key in _PROMPT_DETAILS if frame.get(key) is not None}
+            return PlainOutput(number, tokens_to_bytes(tokens), details=details)
     raise MalformedMessageError(f"engine output {frame!r:.60}: want a map with request_id")
 
 
 def as_partial(output: PlainOutput, uid: bytes, *, route: int, offset: int) -> Partial:
     entry = PartialEntry(uid, output.dispatch_id, offset, len(output.tokens) // 4)
-    return Partial(route, [entry], output.tokens)
+    return Partial(route, [entry], output.tokens, pack({uid: output.details}) if output.details else b"")
 
 
 _REPLY_KEYS = (
@@ -128,6 +152,9 @@ _REPLY_KEYS = (
     "policy_epoch",
     "kv_cache_epoch",
     "generated_log_probs",
+    "generated_top_n_logprobs",
+    "prompt_log_probs",
+    "prompt_top_n_logprobs",
     "error",
 )
 
@@ -139,4 +166,6 @@ def as_final(output: PlainOutput, uid: bytes, *, generated_before: bytes) -> Fin
     reply.setdefault("finish_reason", "error" if reply["status"] == "FAILED" else "stop")
     tokens = generated_before + output.tokens
     reply["generated_length"] = len(tokens) // 4
+    if generated_before and "generated_log_probs" in reply:
+        reply["log_probs_from"] = len(generated_before) // 4
     return Final(output.dispatch_id, uid, tokens, pack(reply))

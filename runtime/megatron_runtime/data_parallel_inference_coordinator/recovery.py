@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Callable
 
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.clock import Clock, Timer
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine
 from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
@@ -31,14 +31,15 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 class Recovery:
     """on_end: called once, when the state is known."""
 
-    def __init__(self, verbs: Verbs, timing: Timing, *, on_end: Callable[[], None]) -> None:
+    def __init__(self, verbs: Verbs, timing: Timing, *, clock: Clock, on_end: Callable[[], None]) -> None:
         self._verbs = verbs
         self._timing = timing
+        self._clock = clock
         self._on_end = on_end
         self._adopted: CoordinatorState | None = None
         self._unregistered: set[PeerId] = set()
         self._settled = False
-        self._timers: list[asyncio.TimerHandle] = []
+        self._timers: list[Timer] = []
 
     @property
     def under_way(self) -> bool:
@@ -47,11 +48,11 @@ class Recovery:
     def start(self) -> None:
         if not self.under_way:
             return
-        loop = asyncio.get_running_loop()
+        now = self._clock.time()
         settle = min(self._timing.recovery_settle, self._timing.recovery)
         self._timers = [
-            loop.call_later(settle, self._settle),
-            loop.call_later(self._timing.recovery, self._end),
+            self._clock.call_at(now + settle, self._settle),
+            self._clock.call_at(now + self._timing.recovery, self._end),
         ]
 
     def stop(self) -> None:
@@ -69,20 +70,26 @@ class Recovery:
         self._verbs.see_fence(hello.fence)
         state = _AS_COORDINATOR.get(hello.state) if hello.state is not None else None
         if survivor and state is not None:
-            self._adopt(state, hello.epoch)
+            self._adopt(state, hello)
         if self.under_way:
             self._end_if_complete()
 
-    def _adopt(self, state: CoordinatorState, epoch: int) -> None:
+    def _adopt(self, state: CoordinatorState, hello: Hello) -> None:
         if self.under_way:
             if self._adopted is None or _DISTANCE[state] > _DISTANCE[self._adopted]:
                 self._adopted = state
-            self._verbs.epoch = max(self._verbs.epoch, epoch)
+            self._take_epoch(hello)
         elif not self._verbs.settled and self._adopted is None:
             # Nobody was heard of in time, nothing has happened since: the first engine that outlived knows better.
             self._adopted = state
-            self._verbs.epoch = max(self._verbs.epoch, epoch)
+            self._take_epoch(hello)
             self._verbs.state = state
+
+    def _take_epoch(self, hello: Hello) -> None:
+        """The highest epoch, and the weights that belong to it."""
+        if hello.source is not None and hello.epoch >= self._verbs.epoch:
+            self._verbs.see_source(hello.source, hello.revision)
+        self._verbs.epoch = max(self._verbs.epoch, hello.epoch)
 
     def _settle(self) -> None:
         self._settled = True

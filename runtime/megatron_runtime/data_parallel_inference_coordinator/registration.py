@@ -6,11 +6,13 @@ import logging
 from collections.abc import Callable
 from typing import Protocol
 
-from megatron_runtime.data_parallel_inference_coordinator.clients import Client, ClientRegistry
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry, update_from_hello
+from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
 from megatron_runtime.data_parallel_inference_coordinator.recovery import Recovery
 from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, PeerId
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.wire.messages import Frames, Hello, HelloAck, pack
 from megatron_runtime.wire.states import EngineState
@@ -34,6 +36,8 @@ class Surroundings(Protocol):
 
 
 class Registration:
+    """sender_key: the public key that the sender of the message being handled was admitted with."""
+
     def __init__(
         self,
         *,
@@ -45,6 +49,7 @@ class Registration:
         heartbeat_seconds: float,
         max_clients: int,
         now: Callable[[], float],
+        sender_key: Callable[[PeerId], bytes],
         surroundings: Surroundings,
     ) -> None:
         self._incarnation = incarnation
@@ -55,6 +60,7 @@ class Registration:
         self._heartbeat_seconds = heartbeat_seconds
         self._max_clients = max_clients
         self._now = now
+        self._sender_key = sender_key
         self._surroundings = surroundings
 
     def hello(self, peer: PeerId, hello: Hello) -> None:
@@ -90,12 +96,13 @@ class Registration:
             self._surroundings.lose_engine(engine, "it registered anew")
         if engine is None or not renewed:
             survivor = hello.serving
-            engine = self._engines.add(hello.name, peer, incarnation=hello.incarnation, now=self._now())
+            key = self._sender_key(peer)
+            engine = self._engines.add(hello.name, peer, incarnation=hello.incarnation, now=self._now(), key=key)
             logger.info("engine %s registered (serving: %s)", hello.name, hello.serving)
         else:
             survivor = False
         engine.heard = self._now()
-        update_from_hello(engine, hello)
+        engine.learn(hello)
         self._recovery.registered(engine, hello, survivor=survivor)
         current = self._verbs.current
         if current is not None and engine not in current.asked:
@@ -112,6 +119,8 @@ class Registration:
             epoch=self._verbs.epoch,
             fence=self._verbs.fence,
             heartbeat_seconds=self._heartbeat_seconds,
+            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
+            source=self._verbs.source_for(engine),
         )
         self._surroundings.send(engine.peer, ack.to_frames())
 
@@ -132,6 +141,7 @@ class Registration:
     # --- clients ------------------------------------------------------------------------------------------------
 
     def _hello_client(self, peer: PeerId, hello: Hello) -> None:
+        key = self._sender_key(peer)
         client = self._clients.named(hello.role, hello.name)
         other = self._clients.at(peer)
         if other is not None and other is not client:
@@ -141,9 +151,9 @@ class Registration:
                 message = f"{len(self._clients)} clients are registered already"
                 self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
                 return
-            client = self._clients.add(hello.name, peer, hello.role, incarnation=hello.incarnation)
+            client = self._clients.add(hello.name, peer, hello.role, incarnation=hello.incarnation, key=key)
         elif client.peer != peer or client.incarnation != hello.incarnation:
-            self._clients.move(client, peer, incarnation=hello.incarnation)
+            self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._now()
         ack = HelloAck(
             incarnation=self._incarnation,

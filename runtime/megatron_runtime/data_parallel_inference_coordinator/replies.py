@@ -2,22 +2,40 @@
 
 from __future__ import annotations
 
+import logging
+from typing import Any
+
 from megatron_runtime.data_parallel_inference_coordinator import plain
-from megatron_runtime.data_parallel_inference_coordinator.clients import Client, ClientRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
 from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
 from megatron_runtime.data_parallel_inference_coordinator.dispatching import Dispatcher
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
-from megatron_runtime.data_parallel_inference_coordinator.journal import TOKEN_BYTES, Entry
-from megatron_runtime.wire.messages import Final, Frames, Partial, PartialEntry
+from megatron_runtime.data_parallel_inference_coordinator.records import TOKEN_BYTES, Client, Engine, Entry
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
+from megatron_runtime.wire.messages import (
+    Final,
+    Frames,
+    MalformedMessageError,
+    Partial,
+    PartialEntry,
+    pack,
+    unpack,
+)
+
+logger = logging.getLogger(__name__)
+
+_PER_TOKEN = ("log_probs", "top_n_logprobs")
 
 
 class Replies:
     """A token reaches the journal only from the current dispatch and only as the next one, so none doubles."""
 
-    def __init__(self, dispatcher: Dispatcher, clients: ClientRegistry, counters: Counters) -> None:
+    def __init__(
+        self, dispatcher: Dispatcher, clients: ClientRegistry, counters: Counters, *, detokenizer: plain.Detokenize
+    ) -> None:
         self._dispatcher = dispatcher
         self._clients = clients
         self._counters = counters
+        self._detokenize = detokenizer
 
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
         """Take new tokens; forward `frames` as they came where all of them are wanted by one client."""
@@ -26,16 +44,18 @@ class Replies:
         accepted: list[Entry] = []
         position = 0
         whole = client is not None and not client.blocked and not client.plain
+        extras = message.extras
+        share = len(extras) // max(1, len(message.entries))
         for item in message.entries:
             tokens = message.tokens[position : position + item.count * TOKEN_BYTES]
             position += len(tokens)
-            entry = self._dispatcher.current(item.dispatch_id, item.uid, engine)
-            if entry is None or item.offset != entry.tokens_so_far or not entry.meta.streaming:
+            entry = engine.in_flight.get(item.dispatch_id)
+            if entry is None or entry.uid != item.uid or item.offset != entry.tokens_so_far or not entry.meta.streaming:
                 self._counters.stale += 1
                 whole = False
                 continue
             whole = whole and entry.client is client and entry.forwarded == item.offset
-            self._dispatcher.journal.append(entry, tokens)
+            self._dispatcher.journal.append(entry, tokens, details=extras, details_cost=share)
             accepted.append(entry)
         if whole and client is not None and self._clients.try_send(client, frames):
             for entry in accepted:
@@ -47,20 +67,39 @@ class Replies:
             self.catch_up(owner)
 
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
-        entry = self._dispatcher.current(message.dispatch_id, message.uid, engine)
-        if entry is None:
+        entry = engine.in_flight.get(message.dispatch_id)
+        if entry is None or entry.uid != message.uid:
             self._counters.stale += 1
             return
+        self._deliver(entry, message, frames)
+
+    def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
+        """An engine that was removed answers after all. Its answer counts where it goes on from what the client was
+        sent, and ends the request wherever it is now. False when it is nobody's, or differs.
+        """
+        former = self._dispatcher.former(message.dispatch_id, peer)
+        if former is None or former.entry.uid != message.uid:
+            return False
+        entry = former.entry
+        if not message.tokens.startswith(bytes(entry.generated)) or not _completed(message):
+            return False
+        logger.warning("an engine that was removed answered a request after all; its answer is delivered")
+        self._counters.late += 1
+        self._dispatcher.withdraw(entry)
+        self._deliver(entry, message, frames)
+        return True
+
+    def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
         client = entry.client
         if client.plain:
-            frames = plain.reply_frames(entry.plain_id or 0, message)
+            frames = plain.reply_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
         self._counters.completed += 1
         self._dispatcher.forget(entry)
         if not client.reachable:
             # What went out last may have been lost with the connection, and nobody can ask for it after the final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-            self._clients.send(client, self._owed(entry))
+            self._clients.send(client, _owed(entry))
         self._clients.send(client, frames, answers=entry.uid)
         self._dispatcher.pump()
 
@@ -70,16 +109,50 @@ class Replies:
             return
         for entry in list(client.open.values()):
             if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-                if not self._clients.try_send(client, self._owed(entry)):
+                if not self._clients.try_send(client, _owed(entry)):
                     client.behind = True
                     return
                 entry.forwarded = entry.tokens_so_far
         client.behind = False
 
-    @staticmethod
-    def _owed(entry: Entry) -> Frames:
-        tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
-        if entry.plain_id is not None:
-            return plain.partial_frames(entry.plain_id, tokens)
-        item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
-        return Partial(entry.client.route, [item], tokens).to_frames()
+
+def _completed(message: Final) -> bool:
+    reply = unpack(message.reply)
+    return isinstance(reply, dict) and reply.get("status") == "COMPLETED"
+
+
+def _owed(entry: Entry) -> Frames:
+    """All tokens that the client was not sent, with their details, as one partial."""
+    tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
+    details = _details_from(entry, entry.forwarded)
+    if entry.plain_id is not None:
+        return plain.partial_frames(entry.plain_id, tokens, details)
+    item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
+    extras = pack({entry.uid: details}) if details else b""
+    return Partial(entry.client.route, [item], tokens, extras).to_frames()
+
+
+def _details_from(entry: Entry, first: int) -> dict[str, Any]:
+    """What came with the tokens from number `first` on, put together."""
+    merged: dict[str, Any] = {}
+    for position, (offset, raw) in enumerate(entry.details):
+        end = entry.details[position + 1][0] if position + 1 < len(entry.details) else entry.tokens_so_far
+        if end <= first:
+            continue
+        details = _read_details(raw, entry.uid)
+        for key, value in details.items():
+            if key in _PER_TOKEN and isinstance(value, list):
+                merged.setdefault(key, []).extend(value[max(0, first - offset) :])
+            elif offset >= first:
+                merged[key] = value
+    return merged
+
+
+def _read_details(raw: bytes, uid: bytes) -> dict[str, Any]:
+    try:
+        extras = unpack(raw)
+    except MalformedMessageError as error:
+        logger.warning("the extras of a partial cannot be read: %s", error)
+        return {}
+    details = extras.get(uid) if isinstance(extras, dict) else None
+    return details if isinstance(details, dict) else {}

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
-from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy
+from megatron_runtime.config import RoutingPolicy
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine
 from megatron_runtime.hashing import block_hashes
 from megatron_runtime.wire.messages import tokens_from_bytes
 
-MAX_KNOWN_BLOCKS = 1 << 17
-"""Blocks whose engines are remembered; the least recently routed are forgotten first."""
+MAX_KNOWN_BLOCKS = 1 << 16
+"""Blocks remembered of each engine; of the least recently routed prompt the last is forgotten first."""
+MAX_DECISIONS = 1_000_000
+"""Scheduling decisions kept for the schedule file; the first are kept."""
 
 _PREFIX_POLICIES = frozenset({RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX})
 
@@ -24,9 +26,11 @@ class Router:
 
         alpha * match + (1 - alpha) * free slots / slots
 
-    where match is the share of the prompt's blocks it was given before (FIRST_PREFIX_BLOCK: whether it was given the
-    first). Ties go to the engine used last, then to the lowest index. The table says what engines were given, not
-    what they still hold.
+    where match is (the deepest block it holds + 1) / blocks of the prompt (FIRST_PREFIX_BLOCK: whether it holds the
+    first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is taken
+    to hold what it was given, until it says that it evicted it.
+
+    deterministic: engines take turns in the order of their names, whoever registered or became free first.
     """
 
     def __init__(
@@ -35,18 +39,23 @@ class Router:
         *,
         alpha: float = 0.5,
         block_size_tokens: int | None = None,
+        deterministic: bool = False,
         record: bool = False,
     ) -> None:
-        self.policy = policy
+        self.policy = RoutingPolicy.ROUND_ROBIN if deterministic else policy
+        self.deterministic = deterministic
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
         self._block_size = block_size_tokens
-        self._holders: OrderedDict[int, dict[int, int]] = OrderedDict()
-        """Block hash -> index of the engine's registration -> when it was last given it."""
+        self._held: dict[int, OrderedDict[int, int]] = {}
+        """Index of an engine's registration -> block hash -> the clock when it was last given it."""
         self._clock = 0
         self._last_index = -1
+        self._turn = 0
 
-    def hashes_of(self, prompt: bytes | Sequence[int], candidates: Sequence[Engine] = ()) -> list[int]:
+    def hashes_of(
+        self, prompt: bytes | Sequence[int], candidates: Sequence[Engine] = (), *, salt: str = ""
+    ) -> list[int]:
         """Block hashes of a prompt, or none where the policy has no use for them."""
         if self.policy not in _PREFIX_POLICIES:
             return []
@@ -56,7 +65,7 @@ class Router:
         tokens = tokens_from_bytes(prompt) if isinstance(prompt, bytes) else prompt
         if self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
             tokens = tokens[:size]
-        return block_hashes(tokens, size)
+        return block_hashes(tokens, size, salt=salt.encode())
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""
@@ -64,17 +73,20 @@ class Router:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
-        depth, last_used = self._matches(hashes)
 
         def rank(engine: Engine) -> tuple[float, int, int]:
+            depth, last_given = self._match(engine, hashes)
             free = max(0, engine.max_requests - len(engine.in_flight)) / engine.max_requests
-            match = depth.get(engine.index, 0) / len(hashes)
-            score = self._alpha * match + (1 - self._alpha) * free
-            return (score, last_used.get(engine.index, 0), -engine.index)
+            score = self._alpha * depth / len(hashes) + (1 - self._alpha) * free
+            return (score, last_given, -engine.index)
 
         return max(candidates, key=rank)
 
     def next_in_turn(self, candidates: Sequence[Engine]) -> Engine:
+        if self.deterministic:
+            chosen = sorted(candidates, key=lambda engine: engine.name)[self._turn % len(candidates)]
+            self._turn += 1
+            return chosen
         in_order = sorted(candidates, key=lambda engine: engine.index)
         chosen = next((engine for engine in in_order if engine.index > self._last_index), in_order[0])
         self._last_index = chosen.index
@@ -83,29 +95,41 @@ class Router:
     def assigned(self, engine: Engine, hashes: Sequence[int], *, request: str) -> None:
         """Remember that `engine` was given these blocks."""
         self._clock += 1
-        for block in hashes:
-            self._holders.setdefault(block, {})[engine.index] = self._clock
-            self._holders.move_to_end(block)
-        while len(self._holders) > MAX_KNOWN_BLOCKS:
-            self._holders.popitem(last=False)
-        if self.decisions is not None:
+        if hashes:
+            held = self._held.setdefault(engine.index, OrderedDict())
+            # The deepest first: where the table is full, a prompt is forgotten from its end.
+            for block in reversed(hashes):
+                held[block] = self._clock
+                held.move_to_end(block)
+            while len(held) > MAX_KNOWN_BLOCKS:
+                held.popitem(last=False)
+        if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request, "engine": engine.name, "order": self._clock})
+
+    def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
+        """The engine says that it no longer holds these blocks."""
+        held = self._held.get(engine.index)
+        if held is not None:
+            for block in hashes:
+                held.pop(block, None)
 
     def forget(self, engine: Engine) -> None:
         """The engine's cache is gone."""
-        for holders in self._holders.values():
-            holders.pop(engine.index, None)
+        self._held.pop(engine.index, None)
+
+    def forget_all(self) -> None:
+        """Other weights: what was computed with the old ones is of no use to anybody."""
+        self._held.clear()
 
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
 
-    def _matches(self, hashes: Sequence[int]) -> tuple[dict[int, int], dict[int, int]]:
-        """By engine index: blocks matched from the first, and when the deepest of them was last given to it."""
-        depth: dict[int, int] = {}
-        last_used: dict[int, int] = {}
-        for position in range(len(hashes) - 1, -1, -1):
-            for index, used in self._holders.get(hashes[position], {}).items():
-                if index not in depth:
-                    depth[index] = position + 1
-                    last_used[index] = used
-        return depth, last_used
+    def _match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
+        """Blocks of the prompt that the engine holds, and when it was last given the deepest of them."""
+        held = self._held.get(engine.index)
+        if held:
+            for position in range(len(hashes) - 1, -1, -1):
+                given = held.get(hashes[position])
+                if given is not None:
+                    return position + 1, given
+        return 0, 0

@@ -26,6 +26,10 @@ class Timing:
     """Engines that live are heard of within this time: they reconnect once a second and beat twice."""
     slow_client: float = 30.0
     """A client whose buffer has been full for so long is dropped."""
+    key_check: float = 2.0
+    """How often the key files are looked at."""
+    connection_check: float = 5.0
+    """A connection that has been cut off, or whose machine is gone, is closed within twice this time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +49,7 @@ class CoordinatorSettings:
     max_wait_seconds: the longest a request waits for an engine; then 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
     max_clients:     clients registered at once.
+    deterministic:   engines take turns in the order of their names; nothing but the order of arrival decides.
     schedule_output_path: JSON file for the scheduling decisions, written at the end.
     """
 
@@ -63,6 +68,7 @@ class CoordinatorSettings:
     max_wait_seconds: float = 300.0
     journal_bytes: int = 1 << 30
     max_clients: int = 10_000
+    deterministic: bool = False
     schedule_output_path: Path | None = None
     timing: Timing = field(default_factory=Timing)
 

@@ -14,7 +14,7 @@ from megatron_runtime.wire import limits
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import Frames
-from megatron_runtime.wire.security import Gatekeeper, ServerKeys
+from megatron_runtime.wire.security import Gatekeeper, KeyDirectory
 
 SHARED_PORT = 3
 """Port number of the one-port mode; the others are the values of Role."""
@@ -50,7 +50,7 @@ class Transport:
         self._on_message = on_message
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, EventSocket] = {}
-        self._keys = ServerKeys.load(settings.keys_dir) if settings.keys_dir is not None else None
+        self._keys = KeyDirectory(settings.keys_dir) if settings.keys_dir is not None else None
 
     @property
     def handler_errors(self) -> int:
@@ -59,7 +59,7 @@ class Transport:
     def start(self) -> None:
         """Bind. With keys the gatekeeper runs first: no connection is made unchecked."""
         if self._keys is not None:
-            self.gatekeeper = Gatekeeper(self._context, self._keys)
+            self.gatekeeper = Gatekeeper(self._context, self._keys.keys)
             self.gatekeeper.start()
         settings = self._settings
         if settings.single_port:
@@ -75,8 +75,7 @@ class Transport:
         for socket in self._sockets.values():
             socket.close(linger_ms=_CLOSE_LINGER_MS)
         if self.gatekeeper is not None:
-            self.gatekeeper.stop()
-            self.gatekeeper = None
+            self.gatekeeper.serve_until_closed()
         self._context.term()
 
     def send(self, peer: PeerId, frames: Frames) -> Sent:
@@ -88,6 +87,34 @@ class Transport:
                 return Sent.GONE
             raise
 
+    def sender_key(self, peer: PeerId) -> bytes:
+        """The public key that `peer`, whose message is being handled, was admitted with; b"" without keys."""
+        return self._sockets[peer[0]].sender_key()
+
+    def keys_changed(self) -> bool:
+        """Read the key files again if they changed. True when other keys are admitted from now on."""
+        if self._keys is None or self.gatekeeper is None or not self._keys.changed():
+            return False
+        self.gatekeeper.keys = self._keys.keys
+        return True
+
+    def admits(self, peer: PeerId, key: bytes) -> bool:
+        """Whether a connection made with `key` may stay."""
+        return self.gatekeeper is None or self.gatekeeper.admits(_key_role(peer[0]), key)
+
+    def cut(self, peer: PeerId) -> None:
+        """End a connection: nothing from it arrives and nothing reaches it any more.
+
+        ZeroMQ has no call for this. A ROUTER with handover gives a routing id to whoever connects with it last, so
+        the connection is taken over from inside this process and dropped. The peer's next attempt is refused by the
+        gatekeeper; the TCP connection it leaves behind fails its next check.
+        """
+        port, routing_id = peer
+        with self._context.socket(zmq.DEALER) as usurper:
+            usurper.setsockopt(zmq.LINGER, 0)
+            usurper.setsockopt(zmq.ROUTING_ID, routing_id)
+            usurper.connect(_inner_endpoint(port))
+
     def _bind(self, port: int, number: int) -> str:
         socket = self._context.socket(zmq.ROUTER)
         serves_clients = port in (SHARED_PORT, Role.CLIENT)
@@ -97,15 +124,22 @@ class Transport:
         socket.setsockopt(zmq.SNDHWM, _CLIENT_SEND_MARK if serves_clients else 0)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, limit)
-        if self._keys is not None:
-            self._keys.apply(socket, Role.CLIENT if port == SHARED_PORT else Role(port))
+        interval_ms = int(self._settings.timing.connection_check * 1000)
+        socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, interval_ms)
+        if self._keys is not None and self.gatekeeper is not None:
+            self._keys.keys.apply(socket, _key_role(port))
+            self.gatekeeper.guard(socket)
+            socket.bind(_inner_endpoint(port))
         address = f"tcp://{self._settings.listen}:{number or '*'}"
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise BindError(error.errno, f"cannot bind {address} ({error.strerror}): choose another port") from error
-        event_socket = EventSocket(socket, lambda frames: self._receive(port, frames))
+        event_socket = EventSocket(
+            socket, lambda frames: self._receive(port, frames), authenticated=self._keys is not None
+        )
         self._sockets[port] = event_socket
         event_socket.start()
         endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
@@ -113,3 +147,12 @@ class Transport:
 
     def _receive(self, port: int, frames: list[bytes]) -> None:
         self._on_message((port, frames[0]), frames[1:])
+
+
+def _key_role(port: int) -> Role:
+    """Whose keys open a port; the one port of all roles takes those of clients."""
+    return Role.CLIENT if port == SHARED_PORT else Role(port)
+
+
+def _inner_endpoint(port: int) -> str:
+    return f"inproc://port-{port}"

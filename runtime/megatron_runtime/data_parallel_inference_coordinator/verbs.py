@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Protocol
 
-from megatron_runtime.data_parallel_inference_coordinator.clients import Client
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine, EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.clock import Clock
+from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
+from megatron_runtime.data_parallel_inference_coordinator.operations import (
+    LEGAL_STATES,
+    REQUIRED_FIELDS,
+    EndedOperations,
+    PendingOperation,
+    plain_signal,
+)
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.wire.headers import SIGNALS, ErrorCode, Header
-from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit, EngineOutcome, Frames, Operation, pack
+from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit, EngineOutcome, Frames, Operation
 from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
 
 logger = logging.getLogger(__name__)
-
-REMEMBERED_OPERATIONS = 64
-
-_EVERYWHERE_SETTLED = frozenset({CoordinatorState.RUNNING, CoordinatorState.PAUSED, CoordinatorState.SUSPENDED})
-LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
-    **{signal: transition.legal_from | transition.idempotent_in for signal, transition in TRANSITIONS.items()},
-    Header.DRAIN: frozenset({CoordinatorState.RUNNING}),
-    Header.SET_GENERATION_EPOCH: _EVERYWHERE_SETTLED,
-}
-"""Where each control message is accepted; what stands in no row is refused."""
 
 
 class Surroundings(Protocol):
@@ -41,31 +36,17 @@ class Surroundings(Protocol):
     def welcome(self, engine: Engine) -> None:
         """Tell an engine the state of this moment."""
 
+    def weights_changed(self) -> None:
+        """What engines were known to hold was computed with other weights."""
+
     def pump(self) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class PendingOperation:
-    """An operation whose acknowledgements are being collected.
-
-    askers:  who gets the answer; a second sender of the same id joins.
-    waiting: engines that have not answered.
-    """
-
-    control: Control
-    operation_id: str
-    askers: list[Client]
-    waiting: dict[str, Engine] = field(default_factory=dict)
-    asked: list[Engine] = field(default_factory=list)
-    succeeded: list[Engine] = field(default_factory=list)
-    outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
-    evicted: list[str] = field(default_factory=list)
-    total_ranks: int = 0
-    timer: asyncio.TimerHandle | None = None
-
-
 class Verbs:
-    """The coordinator's state, epoch and fence, and the operations that change them."""
+    """The coordinator's state, epoch and fence, and the operations that change them.
+
+    source: the weights that the last UPDATE_WEIGHTS named; None before the first.
+    """
 
     def __init__(
         self,
@@ -75,10 +56,13 @@ class Verbs:
         answer: Callable[[Client, ControlAck, Control], None],
         surroundings: Surroundings,
         state: CoordinatorState,
+        clock: Clock,
     ) -> None:
         self.state = state
         self.epoch = 0
         self.fence = 0
+        self.source: str | None = None
+        self._source_revisions: set[str] = set()
         self.current: PendingOperation | None = None
         self.drained_all = False
         """Nothing is dispatched to anyone: all engines were drained, and no UNPAUSE or STOP has come since."""
@@ -88,7 +72,8 @@ class Verbs:
         self._send = send
         self._answer = answer
         self._surroundings = surroundings
-        self._answers: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
+        self._clock = clock
+        self._ended = EndedOperations()
 
     # --- what others ask ----------------------------------------------------------------------------------------
 
@@ -113,13 +98,24 @@ class Verbs:
         return self.state
 
     def operations(self) -> list[Operation]:
-        known = [_describe(control, ack) for control, ack in self._answers.values()]
+        known = self._ended.describe()
         if self.current is not None:
-            known.append(_in_progress(self.current))
+            known.append(self.current.describe())
         return known
 
     def see_fence(self, fence: int) -> None:
         self.fence = max(self.fence, fence)
+
+    def see_source(self, source: str | None, revision: str) -> None:
+        """Engines of `revision` have their weights from `source`."""
+        if source != self.source:
+            self.source = source
+            self._source_revisions.clear()
+        self._source_revisions.add(revision)
+
+    def source_for(self, engine: Engine) -> str | None:
+        """The weights that an engine has to hold. An engine of another revision was made for weights of its own."""
+        return self.source if engine.revision in self._source_revisions else None
 
     # --- a control message arrives ------------------------------------------------------------------------------
 
@@ -129,8 +125,9 @@ class Verbs:
             if asker not in self.current.askers:
                 self.current.askers.append(asker)
             return
-        if operation_id in self._answers:
-            self._answer(asker, self._answers[operation_id][1], control)
+        known = self._ended.answer_to(operation_id)
+        if known is not None:
+            self._answer(asker, known, control)
             return
         refusal = self._refusal(control)
         if refusal is not None:
@@ -155,6 +152,9 @@ class Verbs:
             return ErrorCode.IN_PROGRESS, f"{busy} is under way: try again when it has ended"
         if control.kind not in LEGAL_STATES:
             return ErrorCode.INVALID_REQUEST, f"this coordinator does not take {name}"
+        absent = [field for field in REQUIRED_FIELDS.get(control.kind, ()) if getattr(control, field) is None]
+        if absent:
+            return ErrorCode.INVALID_REQUEST, f"{name} needs {' and '.join(absent)}"
         if self.state not in LEGAL_STATES[control.kind]:
             return ErrorCode.ILLEGAL_SIGNAL, f"{name} is not legal in state {self.state.value}"
         serving = sorted(engine.name for engine in self._engines.serving())
@@ -177,8 +177,8 @@ class Verbs:
     def _start(self, operation: PendingOperation) -> None:
         self.current = operation
         self.settled = True
-        loop = asyncio.get_running_loop()
-        operation.timer = loop.call_later(operation.control.timeout_seconds, self._deadline, operation)
+        until = self._clock.time() + operation.control.timeout_seconds
+        operation.timer = self._clock.call_at(until, self._deadline, operation)
         if operation.control.kind is Header.DRAIN:
             self._start_drain(operation)
             return
@@ -187,14 +187,22 @@ class Verbs:
             operation.asked.append(engine)
             operation.total_ranks += engine.ranks
             if engine.plain:
-                self._send(engine.peer, _plain_signal(signal))
-                self._succeed(operation, engine, ranks=engine.ranks)
+                self._start_plain(operation, engine)
             else:
                 operation.waiting[engine.name] = engine
         for engine in list(operation.waiting.values()):
             if self._send(engine.peer, signal.to_frames()) is Sent.GONE:
                 self._surroundings.evict(engine, "its connection is gone")
         self._finish_if_complete(operation)
+
+    def _start_plain(self, operation: PendingOperation, engine: Engine) -> None:
+        """A plain engine acknowledges nothing: what was sent counts as done."""
+        if operation.control.kind is Header.UPDATE_WEIGHTS:
+            operation.waiting[engine.name] = engine
+            self._fail_engine(operation, engine, "a plain engine cannot update its weights")
+        else:
+            self._send(engine.peer, plain_signal(operation.control))
+            self._succeed(operation, engine, ranks=engine.ranks)
 
     def _start_drain(self, operation: PendingOperation) -> None:
         name = operation.control.engine
@@ -283,26 +291,20 @@ class Verbs:
             commit = ControlCommit(operation_id=operation.operation_id, signal=kind, state=lands_in, epoch=epoch)
             for engine in operation.succeeded:
                 self._commit_engine(engine, commit)
-        if kind is Header.SET_GENERATION_EPOCH and epoch is not None:
+        if kind in REQUIRED_FIELDS and epoch is not None:
             self.epoch = epoch
+        if kind is Header.UPDATE_WEIGHTS:
+            self.source = None
+            for engine in operation.succeeded:
+                self.see_source(operation.control.source, engine.revision)
+            self._surroundings.weights_changed()
         if transition is not None:
             self.state = transition.coordinator_after
         if kind in (Header.UNPAUSE, Header.STOP):
             self._undrain()
         if kind is Header.STOP:
             self._surroundings.stop_requests()
-        self._conclude(
-            operation,
-            ControlAck(
-                operation_id=operation.operation_id,
-                ok=True,
-                state=self.state,
-                ranks=_confirmed_ranks(operation),
-                total_ranks=operation.total_ranks,
-                engines=operation.outcomes,
-                evicted=operation.evicted,
-            ),
-        )
+        self._conclude(operation, operation.answer(ok=True, state=self.state))
 
     def _commit_engine(self, engine: Engine, commit: ControlCommit) -> None:
         if not self._engines.is_registered(engine):
@@ -313,6 +315,8 @@ class Verbs:
             engine.state = commit.state
         if commit.epoch is not None:
             engine.epoch = commit.epoch
+        if commit.signal is Header.UPDATE_WEIGHTS:
+            engine.source = self.source
         if commit.signal is Header.STOP:
             engine.serving = False
 
@@ -323,20 +327,8 @@ class Verbs:
                 engine.draining = False
 
     def _fail(self, operation: PendingOperation, code: ErrorCode, message: str) -> None:
-        self._conclude(
-            operation,
-            ControlAck(
-                operation_id=operation.operation_id,
-                ok=False,
-                state=self.state,
-                ranks=_confirmed_ranks(operation),
-                total_ranks=operation.total_ranks,
-                engines=operation.outcomes,
-                evicted=operation.evicted,
-                code=int(code),
-                error=f"{operation.control.kind.name}: {message}",
-            ),
-        )
+        error = f"{operation.control.kind.name}: {message}"
+        self._conclude(operation, operation.answer(ok=False, state=self.state, code=code, error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
         """Remember the answer, give it, and let the others go on."""
@@ -344,9 +336,7 @@ class Verbs:
             operation.timer.cancel()
         if self.current is operation:
             self.current = None
-        self._answers[operation.operation_id] = (operation.control, ack)
-        while len(self._answers) > REMEMBERED_OPERATIONS:
-            self._answers.popitem(last=False)
+        self._ended.add(operation.control, ack)
         for asker in operation.askers:
             self._answer(asker, ack, operation.control)
         for engine in self._engines:
@@ -354,38 +344,3 @@ class Verbs:
                 engine.entered_during = None
                 self._surroundings.welcome(engine)
         self._surroundings.pump()
-
-
-def _plain_signal(control: Control) -> Frames:
-    items = [int(control.kind)]
-    if control.kind is Header.SET_GENERATION_EPOCH and control.epoch is not None:
-        items.append(control.epoch)
-    return [pack(items)]
-
-
-def _confirmed_ranks(operation: PendingOperation) -> int:
-    return sum(outcome.ranks for outcome in operation.outcomes.values() if outcome.ok)
-
-
-def _describe(control: Control, ack: ControlAck) -> Operation:
-    return Operation(
-        operation_id=ack.operation_id,
-        signal=control.kind,
-        phase="Confirmed" if ack.ok else "Failed",
-        ranks=ack.ranks,
-        total_ranks=ack.total_ranks,
-        evicted=ack.evicted,
-        code=ack.code,
-        error=ack.error,
-    )
-
-
-def _in_progress(operation: PendingOperation) -> Operation:
-    return Operation(
-        operation_id=operation.operation_id,
-        signal=operation.control.kind,
-        phase="InProgress",
-        ranks=_confirmed_ranks(operation),
-        total_ranks=operation.total_ranks,
-        evicted=operation.evicted,
-    )

@@ -37,3 +37,8 @@ def tokens_from_bytes(data: bytes) -> Tokens:
     if len(data) % 4:
         raise MalformedMessageError(f"token frame of {len(data)} bytes: want a multiple of 4 (int32)")
     return np.frombuffer(data, dtype="<i4")
+
+
+def block_hashes_from_bytes(data: bytes) -> list[int]:
+    """Block hashes, little-endian int64."""
+    return np.frombuffer(data, dtype="<i8").tolist()

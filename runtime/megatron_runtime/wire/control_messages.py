@@ -104,6 +104,8 @@ class Control(ControlMessage):
     """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
     source: str | None = None
     """UPDATE_WEIGHTS: where the new weights are."""
+    tags: tuple[str, ...] | None = None
+    """SUSPEND: what to give back, "weights" and "kv_cache"; None means both."""
 
     kind: Header = Header.PAUSE
     """Which control message this is; travels as the header, not in the map."""

@@ -20,11 +20,17 @@ class EventSocket:
     The descriptor of a ZeroMQ socket is edge-triggered: it must be drained until EAGAIN after every wake-up *and*
     after every send, which may swallow the edge. An exception in the handler is logged and counted, never raised
     into the loop.
+
+    authenticated: keep the first frame of the message being handled, which knows the sender's key: see sender_key().
     """
 
-    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
+    def __init__(
+        self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None], *, authenticated: bool = False
+    ) -> None:
         self.socket = socket
         self.handler_errors = 0
+        self._authenticated = authenticated
+        self._first: zmq.Frame | None = None
         self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_scheduled = False
@@ -56,6 +62,24 @@ class EventSocket:
             self._schedule_drain()
         return True
 
+    def sender_key(self) -> bytes:
+        """Within a handler: the Z85 public key that the sender of this message was admitted with; b"" without keys."""
+        if self._first is None:
+            return b""
+        try:
+            return str(self._first.get("User-Id")).encode()
+        except zmq.ZMQError:
+            return b""
+
+    def _receive(self) -> list[bytes]:
+        if not self._authenticated:
+            return self.socket.recv_multipart(flags=zmq.NOBLOCK)
+        self._first = self.socket.recv(flags=zmq.NOBLOCK, copy=False)
+        frames = [self._first.bytes]
+        while self.socket.getsockopt(zmq.RCVMORE):
+            frames.append(self.socket.recv(flags=zmq.NOBLOCK))
+        return frames
+
     def _descriptor(self) -> int:
         return int(self.socket.getsockopt(zmq.FD))
 
@@ -70,7 +94,7 @@ class EventSocket:
             if self._loop is None:
                 return
             try:
-                frames = self.socket.recv_multipart(flags=zmq.NOBLOCK)
+                frames = self._receive()
             except zmq.Again:
                 return
             try:

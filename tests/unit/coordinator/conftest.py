@@ -66,7 +66,7 @@ async def stage() -> AsyncIterator[Stage]:
     stage = Stage()
     yield stage
     for coordinator in stage.coordinators:
-        coordinator.dispatcher.journal.check_integrity()
+        coordinator.check_integrity()
         assert coordinator.transport.handler_errors == 0, "a handler raised"
     for close in reversed(stage.closers):
         close()

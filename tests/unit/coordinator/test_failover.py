@@ -9,7 +9,16 @@ from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import Heartbeat, Partial, PartialEntry, tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.wire.messages import (
+    Final,
+    Heartbeat,
+    Partial,
+    PartialEntry,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
 from megatron_runtime.wire.states import CoordinatorState, EngineState
 
 
@@ -60,12 +69,109 @@ async def test_an_engine_wrongly_thought_dead_cannot_double_a_token(stage, param
     await zombie.until(lambda: len(zombie.jobs) == 3)
     zombie.step()
     coordinator.lose_engine(coordinator.engines.named("zombie"), "a test says so")
-    for _ in range(20):
+    for _ in range(5):
         zombie.step()
     await stage.engine("healthy")
+    await check_streams(streams, collect)
+    for _ in range(20):
+        zombie.step()
     zombie.step_seconds = 0.0
     zombie.say_hello()
+    await zombie.until(lambda: len(zombie.acks) == 2)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+async def test_the_answer_of_an_engine_already_removed_is_delivered(stage, params, collect, caplog, streaming) -> None:
+    coordinator = stage.coordinator()
+    removed = await stage.engine("removed", step_seconds=None)
+    client = await stage.client()
+    make = client.add_request_streaming if streaming else client.add_request
+    answer = make([1], params(3))
+    await removed.until(lambda: removed.jobs)
+    coordinator.lose_engine(coordinator.engines.named("removed"), "a test says so")
+    other = await stage.engine("other", step_seconds=None)
+    await other.until(lambda: other.jobs)
+    for _ in range(3):
+        removed.step()
+    final = (await collect(answer))[1] if streaming else await answer
+    assert final["generated_tokens"] == echo_answer([1], 3)
+    await other.until(lambda: other.aborted)
+    assert (coordinator.counters.late, coordinator.counters.completed) == (1, 1)
+    assert "removed answered a request after all" in caplog.text
+
+
+async def test_a_late_answer_that_contradicts_what_was_sent_or_failed_is_refused(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    removed = await stage.engine("removed", step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1], params(3))
+    await removed.until(lambda: removed.jobs)
+    removed.step()
+    await stage.until(lambda: next(iter(coordinator.dispatcher.journal)).tokens_so_far == 1)
+    dispatch = removed.dispatches[0]
+    coordinator.lose_engine(coordinator.engines.named("removed"), "a test says so")
+    good = tokens_to_bytes(echo_answer([1], 3))
+    completed, failed = pack({"status": "COMPLETED"}), pack({"status": "FAILED"})
+    for body, reply in ((tokens_to_bytes([9, 9]), completed), (good, failed), (b"", completed)):
+        removed.send(Final(dispatch.dispatch_id, dispatch.uid, body, reply))
+    removed.send(Final(dispatch.dispatch_id, bytes(16), good, completed))
+    stranger = await stage.engine("stranger", serving=False)
+    coordinator.lose_engine(coordinator.engines.named("stranger"), "a test says so")
+    stranger.send(Final(dispatch.dispatch_id, dispatch.uid, good, completed))
+    await stage.until(lambda: coordinator.counters.rejected["unknown_peer"] >= 5)
+    assert len(coordinator.dispatcher.journal) == 1
+    await stage.engine("other")
+    assert (await collect(stream))[0] == echo_answer([1], 3)
+    assert coordinator.counters.late == 0
+
+
+async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1, 2], params(9))
+    await engine.until(lambda: engine.jobs)
+    dispatch = engine.dispatches[0]
+    peer = coordinator.clients.named(Role.CLIENT, client._name).peer
+    send = coordinator.clients._send
+    full = False
+    coordinator.clients._send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+
+    def emit(offset: int, tokens: list[int], **details) -> None:
+        details = {"log_probs": [-float(token) for token in tokens], **details}
+        entry = PartialEntry(dispatch.uid, dispatch.dispatch_id, offset, len(tokens))
+        engine.send(Partial(dispatch.route, [entry], tokens_to_bytes(tokens), pack({dispatch.uid: details})))
+
+    heard = []
+    client._link._on_message = lambda message: heard.append(message) if isinstance(message, Partial) else None
+    emit(0, [1], prompt_log_probs=[-0.5])
+    await stage.until(lambda: heard)
+    full = True
+    emit(1, [2, 3])
+    emit(3, [4])
+    entry = next(iter(coordinator.dispatcher.journal))
+    await stage.until(lambda: entry.tokens_so_far == 4)
+    full = False
+    await stage.until(lambda: len(heard) == 2)
+    assert heard[0].extras == pack({dispatch.uid: {"log_probs": [-1.0], "prompt_log_probs": [-0.5]}})
+    assert unpack(heard[1].extras) == {dispatch.uid: {"log_probs": [-2.0, -3.0, -4.0]}}
+    entry.forwarded, entry.client.behind = 2, True
+    await stage.until(lambda: len(heard) == 3)
+    assert unpack(heard[2].extras) == {dispatch.uid: {"log_probs": [-3.0, -4.0]}}
+    await stream.aclose()
+
+
+async def test_a_dropped_connection_is_noticed_at_once(stage, params, collect) -> None:
+    patient = Timing(heartbeat=0.05, suspect=60.0, dead=60.0, recovery=0.0)
+    coordinator = stage.coordinator(timing=patient)
+    killed = await stage.engine("killed", step_seconds=None)
+    client = await stage.client()
+    streams = await start_streams(client, params, 3)
+    await killed.until(lambda: len(killed.jobs) == 3)
+    await stage.engine("other")
+    killed.close()
     await check_streams(streams, collect)
+    assert coordinator.counters.engines_lost == 1
 
 
 async def test_stale_dispatches_and_offsets_are_dropped_and_counted(stage, params, collect) -> None:

@@ -145,7 +145,8 @@ async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, cli
     await ours.until(lambda: ours.epoch == 9)
     client.say(Header.UNPAUSE)
     assert await theirs.hear() == [Header.UNPAUSE]
-    assert ours.acted == {Header.PAUSE: 1, Header.SET_GENERATION_EPOCH: 1, Header.UNPAUSE: 1}
+    once = {Header.PAUSE: 1, Header.SET_GENERATION_EPOCH: 1, Header.UNPAUSE: 1}
+    await ours.until(lambda: ours.acted == once)
     assert client.heard.empty()
 
 

@@ -225,6 +225,6 @@ async def test_text_needs_a_tokenizer_at_the_coordinator(stage, params) -> None:
         def tokenize(self, text: str) -> list[int]:
             return [ord(letter) for letter in text]
 
-    coordinator._tokenizer = Letters()
+    coordinator.client_side.tokenizer = Letters()
     await client.add_request("hi", params(1))
     assert tokens_from_bytes(engine.dispatches[-1].prompt).tolist() == [104, 105]

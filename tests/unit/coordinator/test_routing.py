@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator.engines import Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine
 from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS, Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy
 
@@ -102,7 +102,57 @@ def test_what_an_engine_had_is_forgotten_with_it_and_the_table_is_bounded(engine
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request="b")
-    assert len(choose._holders) == MAX_KNOWN_BLOCKS
+    assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
+
+
+def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
+    (engine,) = engines(1)
+    choose = router()
+    choose.assigned(engine, [1, 2, 3, 4], request="a")
+    choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request="b")
+    assert choose._match(engine, [1, 2, 3, 4])[0] == 2
+
+
+def test_what_an_engine_evicted_counts_no_more(engines) -> None:
+    pool = engines(2)
+    choose = router(alpha=1.0)
+    hashes = choose.hashes_of(PROMPT)
+    choose.assigned(pool[1], hashes, request="a")
+    choose.assigned(pool[0], hashes[:2], request="b")
+    choose.evicted(pool[1], hashes[1:])
+    assert choose.select(pool, hashes) is pool[0]
+    choose.forget_all()
+    choose.evicted(pool[1], hashes)
+    assert choose._match(pool[0], hashes) == (0, 0)
+
+
+def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
+    pool = engines(3)
+    choose = router(alpha=1.0)
+    hashes = choose.hashes_of(PROMPT)
+    for engine in (pool[2], pool[0]):
+        choose.assigned(engine, hashes, request="a")
+    assert [choose._match(engine, hashes) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
+    assert choose.select(pool, hashes) is pool[0]
+    choose.assigned(pool[2], hashes, request="again")
+    assert choose.select(pool, hashes) is pool[2]
+
+
+def test_tenants_with_different_salts_share_no_prefix() -> None:
+    plain, one, other = (router().hashes_of(PROMPT, salt=salt) for salt in ("", "one", "other"))
+    assert len({*plain, *one, *other}) == 12
+    assert one == router().hashes_of(PROMPT, salt="one")
+
+
+def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) -> None:
+    pool = engines(3)
+    load(pool[0], 10)
+    orders = [pool, [pool[2], pool[0], pool[1]]]
+    turns = []
+    for order in orders:
+        choose = router(deterministic=True)
+        turns.append([choose.select(order, []).name for _ in range(4)])
+    assert turns == [["engine-0", "engine-1", "engine-2", "engine-0"]] * 2
 
 
 def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:

@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
+import zmq
 
 from megatron_runtime.control_link import ControlRefusedError
-from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
+from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy, Timing
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.wire.headers import ErrorCode, Header
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import Control
 from megatron_runtime.wire.states import CoordinatorState, EngineState
 
@@ -31,8 +32,10 @@ OUTCOME = {
     (H.SET_GENERATION_EPOCH, S.RUNNING): S.RUNNING,
     (H.SET_GENERATION_EPOCH, S.PAUSED): S.PAUSED,
     (H.SET_GENERATION_EPOCH, S.SUSPENDED): S.SUSPENDED,
+    (H.UPDATE_WEIGHTS, S.RUNNING): S.RUNNING,
+    (H.UPDATE_WEIGHTS, S.PAUSED): S.PAUSED,
 }
-KINDS = (H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH)
+KINDS = (H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH, H.UPDATE_WEIGHTS)
 CASES = [(kind, state) for kind in KINDS for state in PATH_TO]
 
 
@@ -43,8 +46,10 @@ def control(stage):
 
     def send(link, kind, **options):
         defaults = {"operation_id": f"op-{next(count)}", "fence": 1, "timeout_seconds": 10.0}
-        if kind is H.SET_GENERATION_EPOCH:
+        if kind in (H.SET_GENERATION_EPOCH, H.UPDATE_WEIGHTS):
             defaults["epoch"] = 7
+        if kind is H.UPDATE_WEIGHTS:
+            defaults["source"] = "/models/7"
         return link.control(kind, **{**defaults, **options})
 
     return send
@@ -430,3 +435,85 @@ async def test_the_client_port_takes_no_control_and_the_only_port_does(stage) ->
     await client.pause_engines()
     assert (await client.stop_engines()).state == S.RUNNING
     await engine.until(lambda: engine.state is EngineState.STOPPED)
+
+
+async def test_an_update_of_weights_is_committed_and_empties_the_table_of_prefixes(stage, control, params) -> None:
+    coordinator = stage.coordinator(routing_policy=RoutingPolicy.LONGEST_PREFIX)
+    engines = [await stage.engine(f"engine-{n}", block_size_tokens=4) for n in range(2)]
+    link, client = await stage.admin(), await stage.client()
+    await client.add_request(list(range(8)), params(1))
+    assert any(coordinator.router._held.values())
+    ack = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8, expected_engines=2)
+    assert (ack.ok, ack.ranks) == (True, 2)
+    assert coordinator.verbs.epoch == 8
+    assert not coordinator.router._held
+    for engine in engines:
+        await engine.until(lambda engine=engine: engine.epoch == 8)
+        assert [(c.kind, c.source, c.epoch) for c in engine.controls] == [(H.UPDATE_WEIGHTS, "/models/8", 8)]
+    again = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8)
+    assert again.ok
+    assert coordinator.verbs.epoch == 8, "the target is absolute"
+
+
+async def test_an_update_of_weights_that_fails_somewhere_evicts_who_failed_and_everywhere_changes_nothing(
+    stage, control
+) -> None:
+    coordinator = stage.coordinator()
+    good = await stage.engine("good")
+    bad = await stage.engine("bad", failing={H.UPDATE_WEIGHTS})
+    link = await stage.admin()
+    ack = await control(link, H.UPDATE_WEIGHTS, epoch=3)
+    assert ack.evicted == ["bad"]
+    await good.until(lambda: good.epoch == 3)
+    good.failing.add(H.UPDATE_WEIGHTS)
+    with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS went wrong"):
+        await control(link, H.UPDATE_WEIGHTS, epoch=4, source="/models/broken")
+    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (3, "/models/7")
+    assert [commit.epoch for commit in good.commits] == [3]
+    assert bad.commits == []
+
+
+async def test_an_engine_that_joins_after_an_update_is_told_the_weights_of_its_revision(stage, control) -> None:
+    stage.coordinator()
+    await stage.engine("engine-0", revision="a")
+    link = await stage.admin()
+    await control(link, H.UPDATE_WEIGHTS, epoch=5, source="/models/5")
+    same = await stage.engine("engine-1", revision="a", serving=False)
+    assert (same.acks[-1].source, same.acks[-1].epoch) == ("/models/5", 5)
+    other = await stage.engine("engine-2", revision="b", serving=False)
+    assert other.acks[-1].source is None
+
+
+async def test_a_coordinator_that_comes_back_learns_the_weights_from_its_engines(stage) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3))
+    await stage.engine("old", revision="a", epoch=4, source="/models/4")
+    await stage.engine("new", revision="a", epoch=5, source="/models/5")
+    await stage.until(lambda: coordinator.verbs.state is S.RUNNING)
+    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (5, "/models/5")
+
+
+@pytest.mark.parametrize("given", [{"epoch": 1}, {"source": "/models/1"}])
+async def test_an_update_of_weights_names_what_it_lacks(stage, given) -> None:
+    stage.coordinator()
+    await stage.engine()
+    link = await stage.admin()
+    absent = ({"epoch", "source"} - set(given)).pop()
+    with pytest.raises(ControlRefusedError, match=f"UPDATE_WEIGHTS needs {absent}") as refused:
+        await link.control(H.UPDATE_WEIGHTS, operation_id="u", fence=1, **given)
+    assert refused.value.code == ErrorCode.INVALID_REQUEST
+
+
+async def test_a_plain_engine_does_not_update_its_weights(stage) -> None:
+    stage.coordinator(single_port=True)
+    await stage.engine("ours")
+    context = zmq.Context()
+    with context.socket(zmq.DEALER) as plain:
+        plain.setsockopt(zmq.IDENTITY, b"mp-coord-0")
+        plain.connect(stage.address(Role.ENGINE))
+        plain.send(b"")
+        await stage.until(lambda: len(stage.coordinators[-1].engines) == 2)
+        link = await stage.admin()
+        ack = await link.control(H.UPDATE_WEIGHTS, source="/models/2", epoch=2)
+        assert ack.evicted == ["mp-coord-0"]
+        plain.setsockopt(zmq.LINGER, 0)
+    context.term()

@@ -91,10 +91,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 class GuardedPort:
-    """One CURVE port with its gatekeeper, and the peers that knock.
-
-    Peers close first and the handler last: a context cannot end while a handshake waits for a handler that is gone.
-    """
+    """One CURVE port with its gatekeeper, and the peers that knock."""
 
     def __init__(self, keys: Path, role: Role) -> None:
         self.context = zmq.Context()
@@ -103,6 +100,7 @@ class GuardedPort:
         self.gatekeeper.start()
         router = self.context.socket(zmq.ROUTER)
         self.server_keys.apply(router, role)
+        self.gatekeeper.guard(router)
         self.port = router.bind_to_random_port("tcp://127.0.0.1")
         self.received: asyncio.Queue[bytes] = asyncio.Queue()
         self.server = EventSocket(router, lambda frames: self.received.put_nowait(frames[1]))
@@ -115,6 +113,7 @@ class GuardedPort:
         if keys is not None:
             keys.apply(dealer)
         dealer.connect(f"tcp://127.0.0.1:{self.port}")
+        dealer.setsockopt(zmq.LINGER, 0)
         dealer.send(text, zmq.NOBLOCK)
         self._peers.append(dealer)
 
@@ -127,9 +126,8 @@ class GuardedPort:
         for peer in self._peers:
             peer.close(linger=0)
         self.server.close()
-        await asyncio.sleep(0.05)
-        self.gatekeeper.stop()
-        self.context.destroy(linger=0)
+        self.gatekeeper.serve_until_closed()
+        self.context.term()
 
 
 @pytest.mark.parametrize("held", Role)

@@ -1,0 +1,142 @@
+"""What registered engines say, and what is done about it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from megatron_runtime.data_parallel_inference_coordinator import plain
+from megatron_runtime.data_parallel_inference_coordinator.clock import Clock
+from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
+from megatron_runtime.data_parallel_inference_coordinator.dispatching import Dispatcher
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine
+from megatron_runtime.data_parallel_inference_coordinator.registration import Registration
+from megatron_runtime.data_parallel_inference_coordinator.replies import Replies
+from megatron_runtime.data_parallel_inference_coordinator.routing import Router
+from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
+from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import (
+    ControlAck,
+    Disconnect,
+    Error,
+    EvictedBlocks,
+    Final,
+    Frames,
+    Heartbeat,
+    Message,
+    Partial,
+    Plain,
+    block_hashes_from_bytes,
+)
+from megatron_runtime.wire.states import PASSING_STATES, EngineState
+
+logger = logging.getLogger(__name__)
+
+
+class Surroundings(Protocol):
+    def reject_role(self, peer: PeerId, message: Message) -> None: ...
+
+    def lose_engine(self, engine: Engine, reason: str) -> None: ...
+
+
+Handler: TypeAlias = Callable[[Engine, Any, Frames], None]
+
+
+class EngineSide:
+    def __init__(
+        self,
+        *,
+        dispatcher: Dispatcher,
+        replies: Replies,
+        router: Router,
+        verbs: Verbs,
+        registration: Registration,
+        counters: Counters,
+        clock: Clock,
+        surroundings: Surroundings,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._replies = replies
+        self._router = router
+        self._verbs = verbs
+        self._registration = registration
+        self._counters = counters
+        self._clock = clock
+        self._surroundings = surroundings
+        self._handlers: dict[type[Any], Handler] = {
+            Partial: replies.partial,
+            Final: replies.final,
+            EvictedBlocks: self._evicted,
+            Heartbeat: self._heartbeat,
+            ControlAck: self._ack,
+            Disconnect: lambda engine, message, _: surroundings.lose_engine(engine, message.reason or "it left"),
+            Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
+            Plain: self._plain,
+        }
+
+    def handle(self, engine: Engine, message: Message, frames: Frames) -> None:
+        handler = self._handlers.get(type(message))
+        if handler is None:
+            self._surroundings.reject_role(engine.peer, message)
+        else:
+            handler(engine, message, frames)
+
+    def late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
+        """Something from an engine that was removed. True when it was the answer to an open request."""
+        if isinstance(message, Final):
+            return self._replies.late_final(peer, message, frames)
+        if isinstance(message, Plain) and message.items and message.items[0] == Header.ENGINE_REPLY:
+            return any([self._late_output(peer, output) for output in plain.read_outputs(message.items)])
+        return False
+
+    def _late_output(self, peer: PeerId, output: plain.PlainOutput) -> bool:
+        former = self._dispatcher.former(output.dispatch_id, peer)
+        if former is None:
+            return False
+        before = bytes(former.entry.generated[: former.generated_bytes])
+        final = plain.as_final(output, former.entry.uid, generated_before=before)
+        return self._replies.late_final(peer, final, final.to_frames())
+
+    def _heartbeat(self, engine: Engine, message: Heartbeat, _: Frames) -> None:
+        engine.busy_until = self._clock.time() + message.busy_for if message.busy_for > 0 else 0.0
+        # A passing state was sent on the way to a commit that is out already, or is decided here.
+        if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
+            engine.state = message.state
+        if engine.suspect:
+            engine.suspect = False
+            self._dispatcher.pump()
+
+    def _ack(self, engine: Engine, ack: ControlAck, _: Frames) -> None:
+        if not self._verbs.acknowledged(engine, ack):
+            self._counters.stale += 1
+
+    def _evicted(self, engine: Engine, message: EvictedBlocks, _: Frames) -> None:
+        if message.cleared:
+            self._router.forget(engine)
+        hashes = block_hashes_from_bytes(message.hashes)
+        self._counters.evicted_blocks += len(hashes)
+        self._router.evicted(engine, hashes)
+
+    def _plain(self, engine: Engine, message: Plain, frames: Frames) -> None:
+        if not message.items:
+            if engine.plain and len(frames) == 1:
+                self._registration.plain_engine(engine.peer)
+            else:
+                self._surroundings.reject_role(engine.peer, message)
+            return
+        if not engine.plain or message.items[0] not in (Header.ENGINE_REPLY, Header.ENGINE_REPLY_PARTIAL):
+            self._surroundings.reject_role(engine.peer, message)
+            return
+        for output in plain.read_outputs(message.items):
+            entry = engine.in_flight.get(output.dispatch_id)
+            if entry is None:
+                self._counters.stale += 1
+            elif output.reply is None:
+                partial = plain.as_partial(output, entry.uid, route=entry.client.route, offset=entry.tokens_so_far)
+                self._replies.partial(engine, partial, partial.to_frames())
+            else:
+                before = bytes(entry.generated[: entry.dispatched_bytes])
+                final = plain.as_final(output, entry.uid, generated_before=before)
+                self._replies.final(engine, final, final.to_frames())
