@@ -220,6 +220,8 @@ class Resource:
         selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/managed-by=megatron-operator"
         for kind in CHILD_KINDS:
             for item in await self._api.list(kind, self.namespace, selector=selector):
+                if any(owner["kind"] == "StatefulSet" for owner in item["metadata"].get("ownerReferences", ())):
+                    continue  # its own record of its template
                 found[f"{kind.kind} {item['metadata']['name']}"] = item
         keys = await self._api.get(SECRET, self.namespace, f"{self.name}-keys")
         return {**found, f"Secret {self.name}-keys": keys} if keys else found

@@ -80,7 +80,7 @@ class ResourceTask:
                 self._woken.clear()
                 began = self.busy_since = time.monotonic()
                 try:
-                    pause = await self._pass()
+                    pause = await self.run_once()
                     outcome, backoff = "ok", BACKOFF_FIRST
                 except (LeadershipLostError, asyncio.CancelledError):
                     raise
@@ -97,7 +97,7 @@ class ResourceTask:
         finally:
             await self._parts.link.close()
 
-    async def _pass(self) -> float | None:
+    async def run_once(self) -> float | None:
         """One pass; seconds until the next at the latest, or None when the resource is gone."""
         parts = self._parts
         resource = await parts.observer.resource()

@@ -1,0 +1,377 @@
+"""A cluster small enough to reason about: an API server, pods and a coordinator as plain data.
+
+`Cluster.step()` is one pass of the operator; `Cluster.tick()` lets everything else move one step. The coordinator
+refuses what its protocol calls illegal by failing the test, so no test needs to look for it.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.settings import Settings
+from megatron_operator.model.states import (
+    LEGAL_SIGNALS,
+    SIGNAL_TARGET,
+    CoordinatorState,
+    EngineState,
+    OperationOutcome,
+    SignalKind,
+)
+from megatron_operator.model.status import MegatronInferenceStatus
+from megatron_operator.plan.decide import decide
+from megatron_operator.plan.reduce import reduce_child, reduce_pod
+from megatron_operator.plan.world import (
+    ApplyChild,
+    AskCanary,
+    CanaryReport,
+    ChildRef,
+    ChildView,
+    CoordinatorSnapshot,
+    CreateKeys,
+    Decision,
+    DeleteChild,
+    DeletePods,
+    EmitEvent,
+    EngineReport,
+    OperationReport,
+    RaiseFence,
+    Refusal,
+    ResourceView,
+    Signal,
+    World,
+)
+
+START = datetime(2026, 1, 1, tzinfo=UTC)
+OWNER_UID = "owner-uid"
+LANDS: dict[SignalKind, EngineState] = {
+    SignalKind.PAUSE: EngineState.PAUSED,
+    SignalKind.UNPAUSE: EngineState.RUNNING,
+    SignalKind.SUSPEND: EngineState.SUSPENDED,
+    SignalKind.RESUME: EngineState.PAUSED,
+}
+JOINS: dict[CoordinatorState, EngineState] = {
+    CoordinatorState.RUNNING: EngineState.RUNNING,
+    CoordinatorState.PAUSED: EngineState.PAUSED,
+    CoordinatorState.SUSPENDED: EngineState.SUSPENDED,
+}
+
+
+@dataclass
+class FakeEngine:
+    state: EngineState
+    revision: str
+    uid: str
+    draining: bool = False
+
+
+@dataclass
+class FakeCoordinator:
+    state: CoordinatorState = CoordinatorState.RUNNING
+    fence: int = 0
+    engines: dict[str, FakeEngine] = field(default_factory=dict)
+    operations: dict[str, OperationReport] = field(default_factory=dict)
+    begun: list[Signal] = field(default_factory=list)
+    """Every operation that was started, once each."""
+    open: Signal | None = None
+    all_draining: bool = False
+    queue: int = 0
+    canaries: dict[str, CanaryReport] = field(default_factory=dict)
+
+    def receive(self, signal: Signal) -> None:
+        if signal.operation_id in self.operations:
+            return
+        assert signal.fence >= self.fence, f"stale fence {signal.fence} < {self.fence}"
+        assert self.open is None, f"{signal.kind} while {self.open} is under way"
+        assert signal.kind in LEGAL_SIGNALS[self.state], f"illegal: {signal.kind} in {self.state}"
+        assert signal.expected_engines <= len(self.engines), "expects engines that are not there"
+        self.fence = signal.fence
+        self.begun.append(signal)
+        self.open = signal
+        self.operations[signal.operation_id] = OperationReport(OperationOutcome.IN_PROGRESS, signal.kind)
+        if signal.kind is SignalKind.DRAIN:
+            self.all_draining = signal.engine is None
+            for name, engine in self.engines.items():
+                engine.draining = engine.draining or signal.engine in (None, name)
+
+    def finish(self) -> None:
+        """Every rank confirms what is open."""
+        if self.open is None:
+            return
+        signal, self.open = self.open, None
+        ranks = len(self.engines)
+        self.operations[signal.operation_id] = OperationReport(
+            OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
+        )
+        if signal.kind is SignalKind.STOP:
+            self.engines.clear()
+        for engine in self.engines.values():
+            engine.state = LANDS.get(signal.kind, engine.state)
+        if signal.kind is SignalKind.UNPAUSE and self.all_draining:
+            self.all_draining = False
+            for engine in self.engines.values():
+                engine.draining = False
+        if signal.kind is not SignalKind.PAUSE or self.state is CoordinatorState.RUNNING:
+            self.state = SIGNAL_TARGET[signal.kind]
+
+    def fail(self, message: str, *, code: int = 0) -> None:
+        assert self.open is not None
+        signal, self.open = self.open, None
+        self.operations[signal.operation_id] = OperationReport(
+            OperationOutcome.FAILED, signal.kind, message=message, code=code
+        )
+
+    def snapshot(self) -> CoordinatorSnapshot:
+        return CoordinatorSnapshot(
+            reachable=True,
+            incarnation="1",
+            state=self.state,
+            fence=self.fence,
+            operations=dict(self.operations),
+            engines=tuple(
+                EngineReport(name, name, engine.state, engine.revision, draining=engine.draining)
+                for name, engine in sorted(self.engines.items())
+            ),
+            queue_length=self.queue,
+            canaries=dict(self.canaries),
+        )
+
+
+class Cluster:
+    """One resource and all around it."""
+
+    def __init__(
+        self, spec: dict[str, Any], *, name: str = "demo", image: str = "runtime:1", security: bool = True
+    ) -> None:
+        self.name = name
+        self.spec = copy.deepcopy(spec)
+        self.settings = Settings(runtime_image=image, security=security)
+        self.generation = 1
+        self.status: dict[str, Any] = {}
+        self.objects: dict[ChildRef, dict[str, Any]] = {}
+        self.unverified: set[ChildRef] = set()
+        self.pods: dict[str, dict[str, Any]] = {}
+        self.coordinator: FakeCoordinator | None = None
+        self.refusals: dict[ChildRef, Refusal] = {}
+        self.refuse: set[ChildRef] = set()
+        self.now = START
+        self.fence = 1
+        self.ids = itertools.count(1)
+        self.uids = itertools.count(1)
+        self.events: list[EmitEvent] = []
+        self.status_writes = 0
+        self.broken_engines: set[str] = set()
+        self.wrong_engines: set[str] = set()
+        self.asked: list[str] = []
+        self.log: list[str] = []
+        self.deleted_pods: list[str] = []
+
+    # --- The user -----------------------------------------------------------------------------------------------
+
+    def patch(self, **fields: Any) -> None:
+        """Merge top-level spec fields."""
+        for key, value in fields.items():
+            current = self.spec.get(key)
+            self.spec[key] = {**current, **value} if isinstance(value, dict) and isinstance(current, dict) else value
+        self.generation += 1
+
+    # --- The operator -------------------------------------------------------------------------------------------
+
+    def world(self) -> World:
+        views: dict[ChildRef, ChildView] = {}
+        for ref, obj in self.objects.items():
+            views[ref] = reduce_child(obj, owner_uid=OWNER_UID, verified=ref not in self.unverified)
+        return World(
+            resource=ResourceView(
+                name=self.name,
+                namespace="default",
+                uid=OWNER_UID,
+                generation=self.generation,
+                spec=parse_spec(self.spec),
+                status=copy.deepcopy(self.status),
+            ),
+            settings=self.settings,
+            now=self.now,
+            new_operation_id=f"op-{next(self.ids)}",
+            fence=self.fence,
+            children=views,
+            pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
+            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
+            refusals=dict(self.refusals),
+        )
+
+    def step(self, *, crash_after: int | None = None) -> Decision:
+        """One pass: decide, persist, act. `crash_after` actions the operator dies."""
+        decision = decide(self.world())
+        MegatronInferenceStatus.model_validate(decision.status)
+        if decision.status != self.status:
+            self.status = copy.deepcopy(decision.status)
+            self.status_writes += 1
+        self.log.append(f"{decision.policy}: {decision.message}")
+        for number, action in enumerate(decision.actions):
+            if crash_after is not None and number >= crash_after:
+                break
+            self.act(action)
+        return decision
+
+    def act(self, action: Any) -> None:
+        if isinstance(action, CreateKeys):
+            self._store(_object("Secret", action.name))
+        elif isinstance(action, ApplyChild):
+            if action.ref in self.refuse:
+                self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
+                return
+            self.refusals.pop(action.ref, None)
+            self.unverified.discard(action.ref)
+            self._store(action.manifest)
+        elif isinstance(action, DeleteChild):
+            assert self.objects[action.ref]["metadata"]["uid"] == action.uid
+            del self.objects[action.ref]
+        elif isinstance(action, DeletePods):
+            for name, uid in action.pods:
+                assert self.pods[name]["metadata"]["uid"] == uid
+                self.deleted_pods.append(name)
+                self._remove_pod(name)
+        elif isinstance(action, Signal):
+            assert self.coordinator is not None
+            assert (self.status["lifecycle"]["operationId"], self.status["lifecycle"]["phase"]) == (
+                action.operation_id,
+                "Submitted",
+            ), "a signal must not leave before its intent is persisted"
+            self.coordinator.receive(action)
+        elif isinstance(action, AskCanary):
+            assert self.coordinator is not None
+            wrong = action.engine in self.wrong_engines
+            report = CanaryReport(action.revision, ok=not wrong, message="log-prob nan" if wrong else "")
+            self.coordinator.canaries[action.engine] = report
+            self.asked.append(action.engine)
+        elif isinstance(action, RaiseFence):
+            self.fence = action.above + 1
+        else:
+            self.events.append(action)
+
+    def put(self, manifest: dict[str, Any]) -> None:
+        """An apply that the API server took."""
+        self._store(manifest)
+
+    def remove(self, kind: str, name: str, uid: str) -> None:
+        """A deletion that the API server took, if it was of that very object."""
+        if kind == "Pod":
+            if self.pods[name]["metadata"]["uid"] == uid:
+                self.deleted_pods.append(name)
+                self._remove_pod(name)
+            return
+        for ref, obj in list(self.objects.items()):
+            if (ref.kind, ref.name) == (kind, name) and obj["metadata"]["uid"] == uid:
+                del self.objects[ref]
+
+    def _store(self, manifest: dict[str, Any]) -> None:
+        obj = copy.deepcopy(manifest)
+        ref = ChildRef(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
+        known = self.objects.get(ref)
+        obj["metadata"]["uid"] = known["metadata"]["uid"] if known else f"uid-{next(self.uids)}"
+        self.objects[ref] = obj
+
+    # --- Everything else ----------------------------------------------------------------------------------------
+
+    def tick(self, *, finish: bool = True) -> None:
+        """Kubernetes, engines and the coordinator move one step."""
+        self.now += timedelta(seconds=1)
+        self._reconcile_pods()
+        if any(pod["metadata"]["labels"]["app.kubernetes.io/component"] == "coordinator" for pod in self.pods.values()):
+            self.coordinator = self.coordinator or FakeCoordinator()
+        if self.coordinator is not None:
+            if finish:
+                self.coordinator.finish()
+            self._register()
+
+    def _reconcile_pods(self) -> None:
+        wanted: dict[str, dict[str, Any]] = {}
+        for ref, obj in self.objects.items():
+            if ref.kind in ("Deployment", "StatefulSet"):
+                for index in range(obj["spec"]["replicas"]):
+                    wanted[f"{ref.name}-{index}"] = {"template": obj["spec"]["template"], "index": index}
+        for name in set(self.pods) - set(wanted):
+            self._remove_pod(name)
+        for name, made in wanted.items():
+            if name not in self.pods:
+                self.pods[name] = self._pod(name, made["template"], made["index"])
+
+    def _pod(self, name: str, template: dict[str, Any], index: int) -> dict[str, Any]:
+        labels = {**template["metadata"]["labels"], "apps.kubernetes.io/pod-index": str(index)}
+        broken = labels.get("inference.megatron.dev/engine") in self.broken_engines
+        ready = {"type": "Ready", "status": "False" if broken else "True"}
+        status: dict[str, Any] = {"phase": "Running", "conditions": [ready]}
+        if broken:
+            waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+            ended = {"exitCode": 3, "reason": "Error", "message": "no such weights", "finishedAt": "x"}
+            status["containerStatuses"] = [{"restartCount": 3, "state": waiting, "lastState": {"terminated": ended}}]
+        return {"metadata": {"name": name, "uid": f"uid-{next(self.uids)}", "labels": labels}, "status": status}
+
+    def _remove_pod(self, name: str) -> None:
+        pod = self.pods.pop(name)
+        engine = pod["metadata"]["labels"].get("inference.megatron.dev/engine")
+        if engine and self.coordinator:
+            self.coordinator.engines.pop(engine, None)
+
+    def _register(self) -> None:
+        assert self.coordinator is not None
+        if self.coordinator.open is not None or self.coordinator.state not in JOINS:
+            return
+        for pod in self.pods.values():
+            labels = pod["metadata"]["labels"]
+            name = labels.get("inference.megatron.dev/engine")
+            if not name or name in self.broken_engines:
+                continue
+            known = self.coordinator.engines.get(name)
+            if known is None or known.uid != pod["metadata"]["uid"]:
+                revision = labels["inference.megatron.dev/revision"]
+                state = JOINS[self.coordinator.state]
+                self.coordinator.engines[name] = FakeEngine(state, revision, pod["metadata"]["uid"])
+
+    def settle(self, *, limit: int = 80) -> Decision:
+        """Passes and ticks until nothing changes any more."""
+        quiet = 0
+        decision = self.step()
+        for _ in range(limit):
+            self.tick()
+            before = (copy.deepcopy(self.status), len(self.objects), len(self.pods))
+            decision = self.step()
+            acted = any(not isinstance(action, EmitEvent) for action in decision.actions)
+            soon = decision.requeue_after is not None and decision.requeue_after < 20
+            same = before == (self.status, len(self.objects), len(self.pods))
+            quiet = quiet + 1 if same and not acted and not soon else 0
+            if quiet == 3:
+                return decision
+        raise AssertionError("did not settle:\n" + "\n".join(self.log[-12:]))
+
+    # --- What tests look at -------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> str:
+        return str(self.status.get("state"))
+
+    def condition(self, kind: str) -> dict[str, Any]:
+        return next(entry for entry in self.status["conditions"] if entry["type"] == kind)
+
+    def signals(self) -> list[str]:
+        assert self.coordinator is not None
+        return [
+            f"{signal.kind.value} {signal.engine}" if signal.engine else signal.kind.value
+            for signal in self.coordinator.begun
+        ]
+
+    def engine_pods(self) -> list[str]:
+        return sorted(name for name in self.pods if "-engine-" in name)
+
+
+def _object(kind: str, name: str) -> dict[str, Any]:
+    owner = [{"uid": OWNER_UID}]
+    return {"apiVersion": "v1", "kind": kind, "metadata": {"name": name, "ownerReferences": owner}}
+
+
+MINIMAL: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}

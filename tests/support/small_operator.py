@@ -1,0 +1,262 @@
+"""The operator's own task on the small cluster: real cache, observer, writer and actor, over requests that take time.
+
+Every request suspends before it has an effect and again before its answer arrives, so that a run can be ended between
+any two of its steps, with the effect done or not done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
+from typing import Any
+
+from small_cluster import OWNER_UID, Cluster
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.cache import Index, ResourceCache
+from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, Kind
+from megatron_operator.cluster.projection import project_child, project_pod, project_resource
+from megatron_operator.cluster.writer import Writer
+from megatron_operator.controller.act import Actor
+from megatron_operator.controller.metrics import Metrics
+from megatron_operator.controller.observe import Observer, ObserverSettings
+from megatron_operator.controller.task import Parts, ResourceTask
+from megatron_operator.plan.decide import decide
+from megatron_operator.plan.world import AskCanary, CanaryReport, ChildRef, CoordinatorSnapshot, Signal
+
+Object = dict[str, Any]
+
+
+class KilledError(Exception):
+    """The process ended here."""
+
+
+class Points:
+    """Counts suspensions, and ends the run at one of them."""
+
+    def __init__(self, end_at: int | None = None) -> None:
+        self.count = 0
+        self._end_at = end_at
+
+    def run(self, work: Coroutine[Any, Any, Any]) -> Awaitable[Any]:
+        return _Driven(work, self)
+
+    def reached(self) -> bool:
+        self.count += 1
+        return self.count == self._end_at
+
+
+class _Driven:
+    def __init__(self, work: Coroutine[Any, Any, Any], points: Points) -> None:
+        self._work, self._points = work, points
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        while True:
+            try:
+                waits_for = self._work.send(None)
+            except StopIteration as end:
+                return end.value
+            if self._points.reached():
+                self._work.close()
+                raise KilledError
+            yield waits_for
+
+
+class PlayedApi:
+    """The requests the operator makes, on a Cluster."""
+
+    def __init__(self, cluster: Cluster, *, on_status: Callable[[Object], None] = lambda status: None) -> None:
+        self.cluster = cluster
+        self._on_status = on_status
+        self._version = 100
+        self._seen: tuple[int, int] = (0, 0)
+
+    def resource(self) -> Object:
+        cluster = self.cluster
+        if self._seen[0] != cluster.generation:
+            self._version += 1
+            self._seen = (cluster.generation, self._version)
+        metadata = {
+            "name": cluster.name,
+            "namespace": "default",
+            "uid": OWNER_UID,
+            "generation": cluster.generation,
+            "resourceVersion": str(self._seen[1]),
+        }
+        body = {"apiVersion": RESOURCE.api_version, "kind": RESOURCE.kind, "metadata": metadata}
+        return copy.deepcopy({**body, "spec": cluster.spec, "status": cluster.status})
+
+    async def get(self, kind: Kind, namespace: str | None, name: str) -> Object | None:
+        await asyncio.sleep(0)
+        if kind is RESOURCE:
+            return self.resource()
+        found = self.cluster.objects.get(ChildRef(kind.kind, name, kind.api_version))
+        return copy.deepcopy(found)
+
+    async def create(self, kind: Kind, body: Object, *, manager: str) -> Object:
+        await asyncio.sleep(0)
+        if kind is not EVENT:
+            raise AssertionError(f"nothing but Events is created here, and this is a {kind.kind}")
+        await asyncio.sleep(0)
+        return body
+
+    async def apply(
+        self, kind: Kind, body: Object, *, manager: str, force: bool, subresource: str | None = None
+    ) -> Object:
+        await asyncio.sleep(0)
+        if kind is RESOURCE:
+            return await self._apply_status(body)
+        ref = ChildRef(kind.kind, body["metadata"]["name"], kind.api_version)
+        known = self.cluster.objects.get(ref)
+        uid = body["metadata"].get("uid")
+        if uid is not None and (known is None or known["metadata"]["uid"] != uid):
+            raise ApiError(409, "Conflict", "another object")
+        self.cluster.put(body)
+        self._version += 1
+        stored = self.cluster.objects[ref]
+        stored["metadata"]["resourceVersion"] = str(self._version)
+        await asyncio.sleep(0)
+        return copy.deepcopy(stored)
+
+    async def _apply_status(self, body: Object) -> Object:
+        if body["metadata"]["resourceVersion"] != self.resource()["metadata"]["resourceVersion"]:
+            raise ApiError(409, "Conflict", "the resource was modified")
+        self._on_status(body["status"])
+        self.cluster.status = copy.deepcopy(body["status"])
+        self._version += 1
+        self._seen = (self.cluster.generation, self._version)
+        await asyncio.sleep(0)
+        return self.resource()
+
+    async def delete(self, kind: Kind, namespace: str, name: str, *, uid: str) -> None:
+        await asyncio.sleep(0)
+        self.cluster.remove(kind.kind, name, uid)
+        await asyncio.sleep(0)
+
+
+class LaggingIndex(Mapping[Any, Iterable[Any]]):
+    """What a watch has shown: the cluster as it was when `show` was last called."""
+
+    def __init__(self) -> None:
+        self._shown: tuple[Any, ...] = ()
+
+    def show(self, seen: Iterable[Any]) -> None:
+        self._shown = tuple(seen)
+
+    def __getitem__(self, key: Any) -> Iterable[Any]:
+        return self._shown
+
+    def get(self, key: Any, default: Any = None) -> Iterable[Any]:
+        return self._shown
+
+    def __iter__(self) -> Any:
+        return iter(())
+
+    def __len__(self) -> int:
+        return len(self._shown)
+
+
+class Watch:
+    """The three indexes of a resource."""
+
+    def __init__(self, api: PlayedApi) -> None:
+        self._api = api
+        self.index = Index(resources=LaggingIndex(), children=LaggingIndex(), pods=LaggingIndex())
+
+    def show(self) -> None:
+        cluster = self._api.cluster
+        kinds = {kind.kind for kind in CHILD_KINDS}
+        objects = copy.deepcopy([obj for ref, obj in cluster.objects.items() if ref.kind in kinds])
+        self.index.resources.show([project_resource(self._api.resource())])  # type: ignore[attr-defined]
+        self.index.children.show([project_child(obj) for obj in objects])  # type: ignore[attr-defined]
+        self.index.pods.show([project_pod(pod) for pod in cluster.pods.values()])  # type: ignore[attr-defined]
+
+
+class DirectLink:
+    """A link without frames: what is said arrives at once, or the caller dies before it is said."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
+        self.sent: list[str] = []
+
+    def point_to(self, address: str | None, keys: object) -> None:
+        pass
+
+    async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
+        await asyncio.sleep(0)
+        coordinator = self._cluster.coordinator
+        found = coordinator.snapshot() if coordinator else CoordinatorSnapshot(error="refused")
+        await asyncio.sleep(0)
+        return found
+
+    def awaits(self, operation_id: str) -> bool:
+        return False
+
+    def signal(self, signal: Signal) -> bool:
+        assert self._cluster.coordinator is not None
+        persisted = self._cluster.status["lifecycle"]
+        assert persisted["operationId"] == signal.operation_id, "a signal left before its intent was written"
+        self._cluster.coordinator.receive(signal)
+        return True
+
+    def ask_canary(self, asked: AskCanary) -> bool:
+        assert self._cluster.coordinator is not None
+        self._cluster.coordinator.canaries[asked.engine] = CanaryReport(asked.revision, ok=True)
+        return True
+
+    def expect_change(self, expected: bool) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+
+class Leader:
+    """An elector that leads."""
+
+    def __init__(self, term: int) -> None:
+        self.term = term
+
+    def check(self) -> None:
+        pass
+
+    async def raise_term(self, *, above: int) -> None:
+        self.term = above + 1
+
+
+def new_operator(api: PlayedApi, watch: Watch, link: Any, *, term: int) -> ResourceTask:
+    """A process that has just become the leader: nothing is remembered."""
+    key = ("default", api.cluster.name)
+    played: Any = api
+    cache = ResourceCache(uid=OWNER_UID, key=key, index=watch.index)
+    leader: Any = Leader(term)
+    writer = Writer(played, guard=leader.check, count=lambda verb, kind: None)
+    observing = ObserverSettings(
+        settings=api.cluster.settings, admin=None, resolve=lambda *_: "inproc://", resync_seconds=1e9
+    )
+    observer = Observer(played, cache, link, options=observing)
+    actor = Actor(
+        cache=cache,
+        writer=writer,
+        observer=observer,
+        recorder=Recorder(played, instance="test"),
+        link=link,
+        elector=leader,
+        settings=api.cluster.settings,
+        admin=None,
+        count_signal=lambda kind: None,
+    )
+    parts = Parts(
+        cache=cache,
+        observer=observer,
+        writer=writer,
+        actor=actor,
+        link=link,
+        elector=leader,
+        metrics=Metrics(),
+        decide=decide,
+        resync_seconds=1e9,
+    )
+    return ResourceTask(uid=OWNER_UID, key=key, woken=asyncio.Event(), parts=parts)
