@@ -144,16 +144,17 @@ class ScriptedBackend:
             if token in ends and at > params.min_tokens:
                 tokens, reason = tokens[:at], "stop"
                 break
-        for count in range(1, len(tokens) + 1):
+        stops = params.stop_words or ()
+        hold = max(map(len, stops), default=1) - 1
+        before = 0
+        for count in range(1, len(tokens) + 1 if stops else 0):
             text = self._tokenizer.decode(tokens[:count])
-            if count < params.min_tokens:
-                continue
-            found = [text.index(stop) for stop in params.stop_words or () if stop in text]
-            if found:
-                tokens, cut = tokens[:count], text[: min(found)]
-                if params.detokenize_stop_sequence:
-                    cut += min((text.index(stop), stop) for stop in params.stop_words or () if stop in text)[1]
-                return tokens, cut, "stop"
+            found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, before - hold))) >= 0]
+            if found and count >= params.min_tokens:
+                at, stop = min(found)
+                end = at + len(stop) if params.detokenize_stop_sequence else at
+                return tokens[:count], text[:end], "stop"
+            before = len(text)
         limit = params.num_tokens_to_generate
         if limit is not None and len(tokens) > limit:
             return tokens[:limit], None, "length"

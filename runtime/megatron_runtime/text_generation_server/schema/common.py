@@ -62,7 +62,7 @@ class GenerationRequest(BaseModel):
     logit_bias: dict[str, Number] | None = None
 
     # Beyond OpenAI, under the names that other servers gave them.
-    top_k: Annotated[StrictInt, Field(ge=-1)] | None = None
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
     min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
