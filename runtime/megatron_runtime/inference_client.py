@@ -24,7 +24,7 @@ from megatron_runtime.peer_link import (
     PeerLink,
     coordinator_address,
 )
-from megatron_runtime.requests.pending import TOKEN_BYTES, PendingRequest
+from megatron_runtime.requests.pending import PendingRequest, partial_frames
 from megatron_runtime.requests.rejection import (
     DeadlineExceededError,
     InvalidRequestError,
@@ -53,7 +53,6 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     pack,
     tokens_to_bytes,
-    unpack,
 )
 from megatron_runtime.wire.security import PeerKeys
 
@@ -343,18 +342,10 @@ class InferenceClient(EngineVerbs):
                     logger.warning("the coordinator refused a message: %s %s", message.code.name, message.message)
 
     def _on_partial(self, message: Partial) -> None:
-        extras = _extras(message.extras)
-        position = 0
-        for entry in message.entries:
-            tokens = message.tokens[position : position + TOKEN_BYTES * entry.count]
-            position += len(tokens)
-            request = self._open.get(entry.uid)
-            if request is None or request.stream is None:
-                continue
-            frame = request.take_partial(entry.offset, tokens, extras.get(entry.uid))
+        for request, frame in partial_frames(message, self._open.get):
             if frame is None:
                 self.stale_partials += 1
-            else:
+            elif request.stream is not None:
                 request.stream.put({"partial": frame})
 
     def _on_final(self, message: Final) -> None:
@@ -398,10 +389,3 @@ class InferenceClient(EngineVerbs):
         answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(send), self._loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to await it
         return answer
-
-
-def _extras(data: bytes) -> dict[Any, Any]:
-    if not data:
-        return {}
-    extras = unpack(data)
-    return extras if isinstance(extras, dict) else {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.messages import (
     Final,
     MalformedMessageError,
+    Partial,
     RequestMeta,
     Submit,
     tokens_from_bytes,
@@ -143,3 +145,18 @@ class PendingRequest:
         for name in PROMPT_DETAILS:
             if reply[name] is None:
                 reply[name] = self.details.get(name)
+
+
+def partial_frames(
+    message: Partial, find: Callable[[bytes], PendingRequest | None]
+) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
+    """For each request that `find` knows by uid, the frame of what `message` brings it; None where it had all that."""
+    details = unpack(message.extras) if message.extras else {}
+    position = 0
+    for entry in message.entries:
+        tokens = message.tokens[position : position + TOKEN_BYTES * entry.count]
+        position += len(tokens)
+        request = find(entry.uid)
+        if request is not None:
+            own = details.get(entry.uid) if isinstance(details, dict) else None
+            yield request, request.take_partial(entry.offset, tokens, own)
