@@ -1,0 +1,30 @@
+"""Residual addition and RMSNorm in one pass (Zhang and Sennrich 2019, arXiv:1910.07467).
+
+Shapes: T tokens, D hidden.
+Types:  float32, bfloat16, float16; the sum is rounded to the residual's type, the norm is computed from the rounded sum
+        in float32 and rounded once, so that the result is that of the two separate operations.
+Bound:  memory; bytes = (4 T D + D) s with an addition (x and residual read, residual and y written, weight read),
+        (2 T D + D) s without.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+def bytes_moved(tokens: int, hidden: int, *, element_size: int, adds: bool = True) -> int:
+    return ((4 if adds else 2) * tokens + 1) * hidden * element_size
+
+
+def add_rms_norm(
+    x_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor, *, epsilon: float
+) -> torch.Tensor:
+    """Add `x_TD` to `residual_TD` in place and return the norm of the sum times `weight_D`, [T, D].
+
+    x_TD: None adds nothing: the first norm of a model.
+    """
+    if x_TD is not None:
+        residual_TD.add_(x_TD)
+    sum_TD = residual_TD.float()
+    scale_T1 = torch.rsqrt(sum_TD.square().mean(dim=-1, keepdim=True) + epsilon)
+    return (sum_TD * scale_T1 * weight_D.float()).to(residual_TD.dtype)

@@ -1,0 +1,84 @@
+"""What paged decode and paged prefill share in Triton: a tile of cached tokens, and one step of the online softmax."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+
+WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
+"""The interpreter has no products of bfloat16 matrices. Widening the operands to float32 gives the same sums."""
+
+
+def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
+    """Refuse what the kernels address wrongly. R rows of any kind.
+
+    Raises:
+        ValueError: names the argument, what it is and what it must be.
+    """
+    num_heads, head_dim = q_RHC.shape[1:]
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads={num_kv_heads} does not divide the {num_heads} heads of q")
+    if cache_PXE.shape[2] != 2 * num_kv_heads * head_dim:
+        raise ValueError(
+            f"cache has {cache_PXE.shape[2]} elements a token: must be 2 x {num_kv_heads} heads x {head_dim}"
+        )
+    if q_RHC.dtype is not cache_PXE.dtype:
+        raise ValueError(f"q is {q_RHC.dtype} and the cache {cache_PXE.dtype}: must be of one type")
+    if q_RHC.stride(2) != 1 or cache_PXE.stride(2) != 1:
+        raise ValueError("q and cache must be contiguous in their last dimension")
+
+
+@triton.jit
+def softmax_step(
+    queries,
+    largest,
+    total,
+    sums,
+    cache,
+    block_table,
+    first,
+    stop,
+    last_seen,
+    scale_log2,
+    head_offset,
+    value_offset,
+    stride_page,
+    stride_token,
+    dims,
+    dims_inside,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    MASKED: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
+
+    largest, total, sums: the online softmax so far: maximum [R], sum of weights [R], weighted values [R, C].
+    stop:      tokens from here on are not in the cache.
+    last_seen: [R], the last token that each row may attend to; every row sees at least token `first` or has seen one
+               before. Read only when MASKED; unmasked tiles are whole and wholly visible.
+    """
+    tokens = first + tl.arange(0, BLOCK_TOKENS)
+    present = tokens < stop
+    pages = tl.load(block_table + tokens // PAGE_SIZE, mask=present, other=0).to(tl.int64)
+    places = pages * stride_page + (tokens % PAGE_SIZE) * stride_token + head_offset
+    keys_at = cache + places[:, None] + dims[None, :]
+    inside = present[:, None] & dims_inside[None, :]
+    keys = tl.load(keys_at, mask=inside, other=0.0)
+    values = tl.load(keys_at + value_offset, mask=inside, other=0.0)
+    if WIDEN:
+        keys = keys.to(tl.float32)
+        values = values.to(tl.float32)
+    scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
+    if MASKED:
+        visible = present[None, :] & (tokens[None, :] <= last_seen[:, None])
+        scores = tl.where(visible, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    weights = tl.exp2(scores - new_largest[:, None])
+    correction = tl.exp2(largest - new_largest)
+    total = total * correction + tl.sum(weights, axis=1)
+    sums = sums * correction[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
+    return new_largest, total, sums

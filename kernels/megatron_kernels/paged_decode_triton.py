@@ -1,0 +1,199 @@
+"""Paged decode attention in Triton: see `paged_decode`.
+
+A program is one part of one sequence for one key-value head; the query heads that share it are the rows of one product,
+padded to a tensor-core tile, so that keys and values are read once. The launch depends on shapes only: lengths are read
+on the device, and parts past a sequence's end return at once, so that the launch can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_kernels.attention_tile_triton import LOG2_E, WIDEN_PRODUCTS, check_attention, softmax_step
+from megatron_kernels.tuning import MIN_DOT_ROWS, DecodeTuning, decode_tuning, next_power_of_2
+
+
+@triton.jit
+def _decode_part(
+    q,
+    cache,
+    block_table,
+    lengths,
+    out,
+    parts,
+    logs,
+    scale_log2,
+    split_tokens,
+    stride_q_row,
+    stride_q_head,
+    stride_page,
+    stride_token,
+    stride_table,
+    num_kv_heads,
+    GROUP: tl.constexpr,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    DIMS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    SPLITS: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """out [B, H, C] is written when SPLITS is 1, else parts [B, H, SPLITS, C] and logs [B, H, SPLITS]: the part's
+    normalized result and the base-2 logarithm of its sum of weights, -inf (and no result) for an empty part."""
+    sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
+    heads = kv_head * GROUP + rows
+    head_index = sequence.to(tl.int64) * num_kv_heads * GROUP + heads
+    row_inside, dims_inside = rows < GROUP, dims < HEAD_DIM
+    inside = row_inside[:, None] & dims_inside[None, :]
+    length = tl.load(lengths + sequence)
+    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_TOKENS) * BLOCK_TOKENS
+    share = tl.maximum(share, split_tokens)
+    start = split * share
+    stop = tl.minimum(start + share, length)
+    if start >= stop:
+        if SPLITS == 1:
+            tl.store(out + head_index[:, None] * HEAD_DIM + dims[None, :], tl.zeros((ROWS, DIMS), tl.float32), inside)
+        else:
+            nothing = tl.full((ROWS,), float("-inf"), tl.float32)
+            tl.store(logs + head_index * SPLITS + split, nothing, row_inside)
+        return
+    q_at = q + sequence.to(tl.int64) * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
+    queries = tl.load(q_at, mask=inside, other=0.0)
+    if WIDEN:
+        queries = queries.to(tl.float32)
+    largest = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, DIMS), tl.float32)
+    last_seen = tl.full((ROWS,), 0, tl.int32) + (length - 1)
+    for first in range(start, stop, BLOCK_TOKENS):
+        largest, total, sums = softmax_step(
+            queries,
+            largest,
+            total,
+            sums,
+            cache,
+            block_table + sequence.to(tl.int64) * stride_table,
+            first,
+            stop,
+            last_seen,
+            scale_log2,
+            kv_head * HEAD_DIM,
+            num_kv_heads * HEAD_DIM,
+            stride_page,
+            stride_token,
+            dims,
+            dims_inside,
+            PAGE_SIZE,
+            BLOCK_TOKENS,
+            True,
+            WIDEN,
+        )
+    result = sums / total[:, None]
+    if SPLITS == 1:
+        out_at = out + head_index[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), inside)
+    else:
+        part = head_index * SPLITS + split
+        tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], result, inside)
+        tl.store(logs + part, largest + tl.log2(total), row_inside)
+
+
+@triton.jit
+def _reduce_parts(
+    parts, logs, out, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
+):
+    """Weigh the parts of one head by their sums of weights, in the order of their tokens."""
+    head = tl.program_id(0).to(tl.int64)
+    splits, dims = tl.arange(0, PADDED), tl.arange(0, DIMS)
+    logarithms = tl.load(logs + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    present = logarithms > float("-inf")
+    largest = tl.max(logarithms, axis=0)
+    weights = tl.where(present, tl.exp2(logarithms - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
+    inside = present[:, None] & (dims < HEAD_DIM)[None, :]
+    values_at = parts + (head * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    values = tl.load(values_at, mask=inside, other=0.0)
+    total = tl.sum(weights, axis=0)
+    result = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), dims < HEAD_DIM)
+
+
+def paged_decode(
+    q_BHC: torch.Tensor,
+    cache_PXE: torch.Tensor,
+    block_table_BM: torch.Tensor,
+    lengths_B: torch.Tensor,
+    *,
+    num_kv_heads: int,
+    scale: float | None = None,
+    fixed_split_tokens: int | None = None,
+    tuning: DecodeTuning | None = None,
+) -> torch.Tensor:
+    """As the reference. tuning: in place of the one for the shape."""
+    check_attention(q_BHC, cache_PXE, num_kv_heads)
+    batch, num_heads, head_dim = q_BHC.shape
+    if tuning is None:
+        tuning = decode_tuning(
+            batch=batch,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            max_tokens=block_table_BM.shape[1] * cache_PXE.shape[1],
+            num_processors=_num_processors(q_BHC.device),
+            fixed_split_tokens=fixed_split_tokens,
+        )
+    out_BHC = q_BHC.new_empty(batch, num_heads, head_dim)
+    if batch == 0:
+        return out_BHC
+    splits = tuning.splits
+    has_parts = splits > 1
+    parts_BHSC = q_BHC.new_empty(batch, num_heads, splits, head_dim, dtype=torch.float32) if has_parts else out_BHC
+    logs_BHS = q_BHC.new_empty(batch, num_heads, splits, dtype=torch.float32) if has_parts else out_BHC
+    dims = next_power_of_2(head_dim)
+    _decode_part[(batch, num_kv_heads, splits)](
+        q_BHC,
+        cache_PXE,
+        block_table_BM,
+        lengths_B,
+        out_BHC,
+        parts_BHSC,
+        logs_BHS,
+        (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        tuning.split_tokens,
+        q_BHC.stride(0),
+        q_BHC.stride(1),
+        cache_PXE.stride(0),
+        cache_PXE.stride(1),
+        block_table_BM.stride(0),
+        num_kv_heads,
+        GROUP=num_heads // num_kv_heads,
+        ROWS=max(MIN_DOT_ROWS, next_power_of_2(num_heads // num_kv_heads)),
+        HEAD_DIM=head_dim,
+        DIMS=dims,
+        PAGE_SIZE=cache_PXE.shape[1],
+        BLOCK_TOKENS=tuning.block_tokens,
+        SPLITS=splits,
+        WIDEN=WIDEN_PRODUCTS,
+        num_warps=tuning.num_warps,
+        num_stages=tuning.num_stages,
+    )
+    if has_parts:
+        _reduce_parts[(batch * num_heads,)](
+            parts_BHSC,
+            logs_BHS,
+            out_BHC,
+            HEAD_DIM=head_dim,
+            DIMS=dims,
+            SPLITS=splits,
+            PADDED=next_power_of_2(splits),
+            num_warps=4,
+        )
+    return out_BHC
+
+
+def _num_processors(device: torch.device) -> int:
+    if device.type != "cuda":
+        return 1
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,0 +1,94 @@
+"""How a kernel is cut into programs, as pure functions of shapes: no measuring at run time, so that a captured graph
+and a replayed request always see the same choice.
+
+The choices follow from the hardware's granularity (32 lanes a warp, 16-byte loads, tensor-core tiles of 16 rows); none
+has been measured yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MIN_DOT_ROWS = 16
+"""Rows below which a tensor-core product pads."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """block: elements of a program; num_warps: warps that share them."""
+
+    block: int
+    num_warps: int
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeTuning:
+    """block_tokens: cached tokens of one product; splits: programs that share a sequence; split_tokens: the fewest of
+    one program, a multiple of block_tokens."""
+
+    block_tokens: int
+    splits: int
+    split_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillTuning:
+    """block_queries: new tokens of a program; block_tokens: cached tokens of one product."""
+
+    block_queries: int
+    block_tokens: int
+    num_warps: int
+    num_stages: int
+
+
+def next_power_of_2(number: int) -> int:
+    return 1 << max(0, number - 1).bit_length()
+
+
+def elementwise_tile(width: int) -> Tile:
+    """Tiles of a row for an operation that treats every element by itself, at most 8 elements a lane."""
+    block = min(1024, max(32, next_power_of_2(width)))
+    return Tile(block, max(1, min(4, block // 256)))
+
+
+def row_tile(width: int) -> Tile:
+    """A whole row for an operation that reduces over it: at most 16 elements a lane, at most 16 warps."""
+    block = max(32, next_power_of_2(width))
+    return Tile(block, max(1, min(16, block // 512)))
+
+
+def decode_tuning(
+    *,
+    batch: int,
+    num_kv_heads: int,
+    head_dim: int,
+    max_tokens: int,
+    num_processors: int,
+    fixed_split_tokens: int | None = None,
+) -> DecodeTuning:
+    """Return the cut of a decode step over its cached tokens.
+
+    As many splits as give every processor two programs, of at least 256 tokens each, at most 64. With
+    `fixed_split_tokens` the cut of a sequence depends on nothing but its length, so that its result is the same in any
+    batch.
+
+    max_tokens: the longest context that the launch must hold (a graph's bound, not the batch's).
+    """
+    block_tokens = 64 if head_dim <= 128 else 32
+    if fixed_split_tokens is not None:
+        splits, split_tokens = -(-max_tokens // fixed_split_tokens), fixed_split_tokens
+    else:
+        split_tokens = 256
+        wanted = -(-2 * num_processors // max(1, batch * num_kv_heads))
+        splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
+    return DecodeTuning(block_tokens, splits, split_tokens, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
+
+
+def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
+    """Return the cut of a prefill: 128 rows of queries a program (64 for large heads), where a row is a (token, head of
+    the group) pair."""
+    rows = 128 if head_dim <= 128 else 64
+    block_queries = max(1, rows // next_power_of_2(group))
+    return PrefillTuning(block_queries, 64, num_warps=8 if rows == 128 else 4, num_stages=3 if head_dim <= 64 else 2)

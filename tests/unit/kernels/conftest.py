@@ -1,0 +1,63 @@
+"""Triton's interpreter runs the kernels here: on the processor, in NumPy, without a GPU.
+
+What that proves is the arithmetic and the addressing of a kernel, nothing about its speed. Two differences to a device:
+the interpreter truncates float32 to bfloat16 where a GPU rounds to nearest (tolerances below allow for it), and it has
+no products of bfloat16 matrices (the kernels widen them under it, which is exact).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+
+if "triton" not in sys.modules:
+    os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """Of one value that was computed in float32 and rounded once: half a unit in the last place is 2^-9 (bfloat16) or
+    2^-12 (float16) of it; the interpreter's truncation makes the first 2^-7, and intermediate roundings double it."""
+
+    rtol: float
+    atol: float
+
+    def check(self, actual: torch.Tensor, expected: torch.Tensor) -> None:
+        torch.testing.assert_close(actual.float(), expected.float(), rtol=self.rtol, atol=self.atol)
+
+
+TOLERANCES = {
+    torch.float32: Tolerance(rtol=2e-5, atol=2e-6),
+    torch.float16: Tolerance(rtol=2**-9, atol=1e-3),
+    torch.bfloat16: Tolerance(rtol=2**-6, atol=8e-3),
+}
+
+
+@pytest.fixture(params=TOLERANCES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    return request.param
+
+
+@pytest.fixture
+def tolerance(dtype: torch.dtype) -> Tolerance:
+    return TOLERANCES[dtype]
+
+
+@pytest.fixture(autouse=True)
+def interpreter() -> None:
+    import triton
+
+    assert triton.knobs.runtime.interpret, (
+        "triton was imported before TRITON_INTERPRET=1 was set: run tests/unit/kernels alone"
+    )
+
+
+@pytest.fixture
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)

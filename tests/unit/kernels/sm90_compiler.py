@@ -1,0 +1,84 @@
+"""Compiles every kernel for compute capability 9.0 (H100, H200) with Triton's own compiler, which needs no GPU.
+
+Run as a program, without TRITON_INTERPRET: calls the kernels' public functions on tensors in main memory with every
+launch replaced by a compilation of exactly what would be launched, and prints one JSON object: kernel name -> list of
+{shared: bytes of shared memory, registers: of a thread, local: bytes of local memory of a thread (spills)}.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+TARGET = GPUTarget("cuda", 90, 32)
+BACKEND = make_backend(TARGET)
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+
+
+class Compilations:
+    def __init__(self) -> None:
+        self.usage: dict[str, list[dict[str, int]]] = {}
+        self._seen: set[str] = set()
+
+    def launch(self, function: JITFunction, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        """In place of JITFunction.run."""
+        del grid, warmup
+        bind = create_function_from_signature(function.signature, function.params, BACKEND)
+        bound, specialization, options = bind(*args, **{**kwargs, "debug": False})
+        options, signature, constants, attributes = function._pack_args(BACKEND, kwargs, bound, specialization, options)
+        source = ASTSource(function, signature, constants, attributes)
+        if source.hash() in self._seen:
+            return
+        self._seen.add(source.hash())
+        compiled = triton.compile(source, target=TARGET, options=options.__dict__)
+        resources = _resources(compiled.asm["cubin"])
+        self.usage.setdefault(function.__name__, []).append({"shared": compiled.metadata.shared, **resources})
+
+
+def _resources(cubin: bytes) -> dict[str, int]:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        text = subprocess.run([CUOBJDUMP, "-res-usage", file.name], check=True, capture_output=True, text=True).stdout
+    registers, local = re.findall(r"REG:(\d+)", text), re.findall(r"STACK:(\d+)", text)
+    return {"registers": max(map(int, registers)), "local": max(map(int, local))}
+
+
+def call_every_kernel() -> None:
+    """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens."""
+    from megatron_kernels import add_rms_norm_triton, paged_decode_triton, paged_prefill_triton, swiglu_triton
+    from megatron_kernels.tuning import decode_tuning
+
+    bf16, int32 = torch.bfloat16, torch.int32
+    hidden = torch.zeros(2, 4096, dtype=bf16)
+    add_rms_norm_triton.add_rms_norm(hidden, hidden.clone(), hidden[0], epsilon=1e-5)
+    add_rms_norm_triton.add_rms_norm(None, hidden, hidden[0], epsilon=1e-5)
+    swiglu_triton.swiglu(torch.zeros(2, 2 * 14336, dtype=bf16))
+
+    qkv = torch.zeros(2, 48 * 128, dtype=bf16)
+    q = qkv.unflatten(1, (48, 128))[:, :32]
+    cache = torch.zeros(2, 16, 2 * 8 * 128, dtype=bf16)
+    table, lengths = torch.zeros(2, 64, dtype=int32), torch.ones(2, dtype=int32)
+    for batch in (1, 256):
+        tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_processors=132)
+        paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, tuning=tuning)
+    starts = torch.tensor([0, 1, 2], dtype=int32)
+    paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8)
+
+
+if __name__ == "__main__":
+    compilations = Compilations()
+    JITFunction.run = lambda function, *args, **kwargs: compilations.launch(function, *args, **kwargs)  # type: ignore[method-assign]
+    call_every_kernel()
+    print(json.dumps(compilations.usage))
