@@ -104,6 +104,8 @@ class EngineSide:
         # A passing state was sent on the way to a commit that is out already, or is decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
+        if message.epoch is not None:
+            engine.epoch = message.epoch
         if engine.suspect:
             engine.suspect = False
             self._dispatcher.pump()

@@ -79,6 +79,8 @@ class Heartbeat(ControlMessage):
     header = Header.HEARTBEAT
     incarnation: U64
     state: EngineState | CoordinatorState | None = None
+    epoch: int | None = None
+    """Engines: the epoch they are in; one that came back behind the others enters it by HELLO_ACK, unasked."""
     running: int = 0
     waiting: int = 0
     steps: int = 0

@@ -1,0 +1,220 @@
+"""Verbs whose acknowledgements are lost, doubled and late: right end state, nothing done twice, no false success."""
+
+import asyncio
+import dataclasses
+import random
+from collections import Counter
+
+import pytest
+from fault_proxy import FaultProxy
+from fleet import until_status
+from soak import FIRST_SEED, size
+
+from megatron_runtime.control_link import ControlLink, ControlRefusedError
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.simulated_ranks import SimulatedRanks
+from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.messages import Control, ControlAck, StatusReply
+from megatron_runtime.wire.states import TRANSITIONS
+
+RUNS = size(50, soak=1000)
+AT_ONCE = 8
+ENGINES = ("engine-0", "engine-1", "engine-2")
+RANKS = 2
+TIMING = Timing(heartbeat=0.1, suspect=2.0, dead=5.0, client_dead=20.0, recovery=0.0)
+VERB_SECONDS = 0.3
+PATH_TO_RUNNING = {"PAUSED": [Header.UNPAUSE], "SUSPENDED": [Header.RESUME, Header.UNPAUSE], "RUNNING": []}
+LEGAL = {
+    "RUNNING": [Header.PAUSE, Header.SET_GENERATION_EPOCH],
+    "PAUSED": [Header.UNPAUSE, Header.SUSPEND, Header.PAUSE],
+    "SUSPENDED": [Header.RESUME, Header.PAUSE, Header.SET_GENERATION_EPOCH],
+}
+
+
+class RecordingRanks(SimulatedRanks):
+    """Knows how often each operation was acted on; an engine that converges by itself has no operation id."""
+
+    def __init__(self) -> None:
+        super().__init__(RANKS)
+        self.operations: Counter[str] = Counter()
+
+    async def confirm(self, control: Control) -> None:
+        await super().confirm(control)
+        if control.operation_id is not None:
+            self.operations[control.operation_id] += 1
+
+
+class Scene:
+    """Three echo engines behind one proxy, an administrator behind another, and one who sees everything."""
+
+    def __init__(self, seed: int, *, share: float) -> None:
+        self.random = random.Random(seed)
+        self.coordinator = Coordinator(
+            CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
+        )
+        self.coordinator.start()
+        addresses = self.coordinator.transport.addresses
+        self.proxies = [
+            FaultProxy(addresses[role], rng=random.Random(self.random.random()), share=share)
+            for role in (Role.ENGINE, Role.ADMIN)
+        ]
+        self.ranks = {name: RecordingRanks() for name in ENGINES}
+        self.workers = [self._worker(name) for name in ENGINES]
+        self.runs = [asyncio.create_task(worker.run()) for worker in self.workers]
+        self.admin = ControlLink(self.proxies[1].address)
+        self.witness = ControlLink(addresses[Role.ADMIN])
+        self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
+        self.asked = 0
+
+    def _worker(self, name: str) -> EngineWorker:
+        settings = EngineSettings(
+            coordinator=self.proxies[0].address, name=name, executor="echo", kv_cache_memory=1 << 18, max_requests=8
+        )
+        return EngineWorker(settings, dataclasses.replace(build_engine(settings), ranks=self.ranks[name]))
+
+    async def __aenter__(self) -> "Scene":
+        for link in (self.admin, self.witness):
+            await link.start(connect_timeout_seconds=60)
+        await self.client.start(connect_timeout_seconds=60)
+        await self.settled()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for worker in self.workers:
+            worker.ended.set()
+        await asyncio.gather(*self.runs)
+        self.client.stop()
+        for link in (self.admin, self.witness):
+            link.close()
+        self.coordinator.stop()
+        for proxy in self.proxies:
+            proxy.close()
+
+    async def settled(self) -> StatusReply:
+        """Until all engines serve, each in the state and epoch of the coordinator."""
+
+        def fits(status: StatusReply) -> bool:
+            return len(status.engines) == len(ENGINES) and all(
+                engine.serving and (engine.state, engine.epoch) == (status.state, status.epoch)
+                for engine in status.engines
+            )
+
+        return await until_status(self.witness, fits, seconds=60, what="all engines are where the coordinator is")
+
+    async def ask(self, kind: Header, *, timeout_seconds: float) -> ControlAck:
+        """Send one operation until it is answered, always with the same id."""
+        self.asked += 1
+        operation_id = f"operation-{self.asked}"
+        epoch = self.asked if kind is Header.SET_GENERATION_EPOCH else None
+        while True:
+            answer = self.admin.control(
+                kind, operation_id=operation_id, fence=1, timeout_seconds=timeout_seconds, epoch=epoch
+            )
+            try:
+                return await asyncio.wait_for(answer, timeout_seconds + 0.3)
+            except ControlRefusedError as error:
+                if error.ack is None:
+                    raise
+                return error.ack
+            except TimeoutError:
+                continue
+
+    def check(self, kind: Header, before: str, ack: ControlAck) -> None:
+        """What was confirmed was done, by those who are said to have done it, and once."""
+        moves = kind in TRANSITIONS and before not in TRANSITIONS[kind].idempotent_in
+        if ack.ok:
+            assert ack.state == (TRANSITIONS[kind].coordinator_after if moves else before)
+        else:
+            assert ack.state == before
+            assert not any(outcome.ok for outcome in ack.engines.values())
+        confirmed = [name for name, outcome in ack.engines.items() if outcome.ok]
+        assert ack.ranks == RANKS * len(confirmed)
+        assert set(ack.evicted) == set(ack.engines) - set(confirmed)
+        if ack.ok and moves:
+            for name in confirmed:
+                assert self.ranks[name].operations[ack.operation_id] == 1, "confirmed, but not done"
+        for name, ranks in self.ranks.items():
+            assert ranks.operations[ack.operation_id] <= 1, f"{name} acted twice"
+
+
+async def one_run(seed: int, fates: Counter[str]) -> None:
+    async with Scene(seed, share=0.3) as scene:
+        requests = [scene.client.add_request([seed, n], SamplingParams(num_tokens_to_generate=50)) for n in range(8)]
+        for _ in range(5):
+            status = await scene.witness.status(timeout_seconds=60)
+            kind = scene.random.choice(LEGAL[status.state])
+            ack = await scene.ask(kind, timeout_seconds=VERB_SECONDS)
+            scene.check(kind, status.state, ack)
+            fates["confirmed" if ack.ok else "failed"] += 1
+            fates["evicted"] += len(ack.evicted)
+        for proxy in scene.proxies:
+            fates.update(proxy.fates)
+            proxy.share = 0.0
+        status = await scene.settled()
+        for kind in PATH_TO_RUNNING[status.state]:
+            assert (await scene.ask(kind, timeout_seconds=60)).ranks == RANKS * len(ENGINES)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        assert [answer["generated_tokens"] for answer in answers] == [echo_answer([seed, n], 50) for n in range(8)]
+        assert all(count == 1 for ranks in scene.ranks.values() for count in ranks.operations.values())
+
+
+@pytest.mark.timeout(3600)
+async def test_acknowledgements_lost_doubled_and_late(report) -> None:
+    fates: Counter[str] = Counter()
+    lanes = asyncio.Semaphore(AT_ONCE)
+
+    async def run(seed: int) -> None:
+        async with lanes:
+            try:
+                await one_run(seed, fates)
+            except Exception as error:
+                raise AssertionError(f"seed {seed}: {error}") from error
+
+    # To their ends, all of them: a run that is cancelled on its way would leave sockets and threads behind.
+    outcomes = await asyncio.gather(
+        *(run(seed) for seed in range(FIRST_SEED, FIRST_SEED + RUNS)), return_exceptions=True
+    )
+    for outcome in outcomes:
+        if outcome is not None:
+            raise outcome
+    report(f"{RUNS} runs from seed {FIRST_SEED}: {dict(fates)}")
+    for fate in ("lost", "doubled", "late", "confirmed", "evicted"):
+        assert fates[fate] > 0
+
+
+@pytest.mark.parametrize("state", ["RUNNING", "PAUSED", "SUSPENDED"])
+async def test_every_signal_in_every_state_is_answered_at_once_and_an_illegal_one_acts_on_nobody(state) -> None:
+    async with Scene(1, share=0.0) as scene:
+        for kind in {"RUNNING": [], "PAUSED": [Header.PAUSE], "SUSPENDED": [Header.PAUSE, Header.SUSPEND]}[state]:
+            assert (await scene.ask(kind, timeout_seconds=60)).ok
+        await scene.settled()
+        acted = [ranks.operations.copy() for ranks in scene.ranks.values()]
+        for kind in sorted(TRANSITIONS):
+            if state in TRANSITIONS[kind].legal_from | TRANSITIONS[kind].idempotent_in:
+                continue
+            answer = scene.admin.control(kind, operation_id=f"illegal {kind.name}", fence=1, timeout_seconds=3600)
+            with pytest.raises(ControlRefusedError) as refused:
+                await asyncio.wait_for(answer, 60)
+            assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
+            assert state in refused.value.message
+        assert [ranks.operations for ranks in scene.ranks.values()] == acted
+        assert (await scene.settled()).state == state
+
+
+async def test_no_engine_is_not_all_engines() -> None:
+    async with Scene(1, share=0.0) as scene:
+        for worker in scene.workers:
+            worker.ended.set()
+        await until_status(scene.witness, lambda status: not status.engines, seconds=60, what="all engines left")
+        answer = scene.admin.control(Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=60)
+        with pytest.raises(ControlRefusedError) as refused:
+            await asyncio.wait_for(answer, 60)
+        assert refused.value.code == ErrorCode.ENGINES_MISSING
+        assert (await scene.witness.status()).state == "RUNNING"
