@@ -226,7 +226,15 @@ class Leader:
         self.term = above + 1
 
 
-def new_operator(api: PlayedApi, watch: Watch, link: Any, *, term: int) -> ResourceTask:
+def new_operator(
+    api: PlayedApi,
+    watch: Watch,
+    link: Any,
+    *,
+    term: int,
+    woken: asyncio.Event | None = None,
+    resync_seconds: float = 1e9,
+) -> ResourceTask:
     """A process that has just become the leader: nothing is remembered."""
     key = ("default", api.cluster.name)
     played: Any = api
@@ -257,6 +265,6 @@ def new_operator(api: PlayedApi, watch: Watch, link: Any, *, term: int) -> Resou
         elector=leader,
         metrics=Metrics(),
         decide=decide,
-        resync_seconds=1e9,
+        resync_seconds=resync_seconds,
     )
-    return ResourceTask(uid=OWNER_UID, key=key, woken=asyncio.Event(), parts=parts)
+    return ResourceTask(uid=OWNER_UID, key=key, woken=woken or asyncio.Event(), parts=parts)

@@ -73,6 +73,8 @@ class LinkTimings:
 class _InFlight:
     signal: SignalKind
     until: float
+    asked: int
+    """Questions asked before it left; the answer to a later one knows it, if it arrived."""
 
 
 class CoordinatorLink:
@@ -197,7 +199,7 @@ class CoordinatorLink:
             return False
         self._refusals.pop(signal.operation_id, None)
         self._in_flight[signal.operation_id] = _InFlight(
-            signal.kind, self._clock() + timeout + self._timings.ack_margin
+            signal.kind, self._clock() + timeout + self._timings.ack_margin, self._asked
         )
         self._nudge.set()
         return True
@@ -320,6 +322,13 @@ class CoordinatorLink:
             del self._in_flight[operation_id]
             self._on_change()
 
+    def _drop_lost(self, known: set[str]) -> None:
+        """A signal that was said before the question, and is not in its answer, never arrived: it may be said again."""
+        for operation_id, waiting in list(self._in_flight.items()):
+            if self._answers > waiting.asked and operation_id not in known:
+                del self._in_flight[operation_id]
+                self._on_change()
+
     def _receive(self, frames: list[bytes]) -> None:
         try:
             message = decode(frames)
@@ -380,8 +389,9 @@ class CoordinatorLink:
     def _on_status(self, reply: StatusReply) -> None:
         before = without_traffic(self.snapshot)
         self._reply = reply
-        self._answers += 1
+        self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
+        self._drop_lost({operation.operation_id for operation in reply.operations})
         if without_traffic(self.snapshot) != before:
             self._on_change()
 
