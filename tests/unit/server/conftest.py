@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import httpx
 import openai
+import psutil
 import pytest
 import tokenizers
 
@@ -96,8 +99,7 @@ Start = Callable[..., Awaitable[Running]]
 
 
 @asynccontextmanager
-async def _running(settings: ServerSettings, tokenizer: Tokenizer) -> AsyncIterator[Running]:
-    backend = generator.ScriptedBackend(tokenizer)
+async def _running(settings: ServerSettings, tokenizer: Tokenizer, backend: Any) -> AsyncIterator[Running]:
     app = create_app(settings, backend=backend, tokenizer=tokenizer)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -106,10 +108,12 @@ async def _running(settings: ServerSettings, tokenizer: Tokenizer) -> AsyncItera
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     async with httpx.AsyncClient(base_url=url, timeout=30) as http, client:
         yield Running(url, tokenizer, backend, app.state.service, server, http, client)
-    backend.gate.set()
+    if isinstance(backend, generator.ScriptedBackend):
+        backend.gate.set()
     server.should_exit = True
     await serving
-    assert backend.open == 0, "a request was left open"
+    if isinstance(backend, generator.ScriptedBackend):
+        assert backend.open == 0, "a request was left open"
 
 
 @pytest.fixture
@@ -117,8 +121,9 @@ async def start(tokenizer: Tokenizer) -> AsyncIterator[Start]:
     """Start a server with other settings than the default."""
     contexts = []
 
-    async def start_one(tokenizer: Tokenizer = tokenizer, **changes: Any) -> Running:
-        context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer)
+    async def start_one(tokenizer: Tokenizer = tokenizer, *, backend: Any = None, **changes: Any) -> Running:
+        backend = backend or generator.ScriptedBackend(tokenizer)
+        context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer, backend)
         running = await context.__aenter__()
         contexts.append(context)
         return running
@@ -154,3 +159,44 @@ def _byte_tokenizer(directory: Path, template: str, *, special: str | None) -> T
     config = {"eos_token": "<end>", "chat_template": template}
     (directory / "tokenizer_config.json").write_text(json.dumps(config))
     return load_tokenizer(str(directory))
+
+
+@dataclass(slots=True)
+class Served:
+    """One `megatron serve`, its output line by line."""
+
+    process: asyncio.subprocess.Process
+    lines: list[str] = field(default_factory=list)
+    url: str = ""
+
+    async def until(self, pattern: str) -> re.Match[str]:
+        """Read on until a line matches."""
+        assert self.process.stdout is not None
+        while line := (await self.process.stdout.readline()).decode():
+            self.lines.append(line.rstrip())
+            if match := re.search(pattern, line):
+                return match
+        raise AssertionError(f"{pattern!r} was never said:\n" + "\n".join(self.lines))
+
+    def children(self) -> dict[str, psutil.Process]:
+        children = psutil.Process(self.process.pid).children()
+        return {child.cmdline()[3]: child for child in children}
+
+    def client(self) -> openai.AsyncOpenAI:
+        return openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--executor", "echo", "--port", "0"),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
+    served = Served(process)
+    ready = await served.until(r"ready in [\d.]+ s: \S+ at (http://127\.0\.0\.1:\d+)/v1")
+    served.url = ready[1]
+    yield served
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    await process.communicate()

@@ -1,0 +1,210 @@
+"""The server on a coordinator and an engine that are real, on real sockets; hashes in place of a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from eventually import eventually
+
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.wire.headers import Header, Role
+
+TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
+
+
+@dataclass
+class Stack:
+    """A coordinator, an engine that takes `step_seconds` for a token, and a server."""
+
+    settings: CoordinatorSettings
+    step_seconds: float
+    coordinator: Coordinator = field(init=False)
+    worker: EngineWorker = field(init=False)
+    engine: Any = field(init=False)
+    client: InferenceClient = field(init=False)
+    running: Any = None
+    _operations: int = 0
+
+    async def begin(self) -> None:
+        self.start_coordinator()
+        addresses = self.coordinator.transport.addresses
+        engine_settings = EngineSettings(
+            coordinator=addresses[Role.ENGINE],
+            name="engine-0",
+            executor="echo",
+            echo_step_seconds=self.step_seconds,
+            max_requests=8,
+            kv_cache_memory=1 << 20,
+        )
+        loaded = build_engine(engine_settings)
+        self.engine = loaded.engine
+        self.worker = EngineWorker(engine_settings, loaded)
+        self._serving = asyncio.create_task(self.worker.run())
+        self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
+        await self.client.start(connect_timeout_seconds=20)
+        self.admin = ControlLink(addresses[Role.ADMIN])
+        await self.admin.start()
+        await eventually(self.engine_serves, seconds=20, what="the engine serves")
+
+    async def engine_serves(self) -> bool:
+        status = await self.client.status()
+        return [engine.serving for engine in status.engines] == [True]
+
+    def start_coordinator(self) -> None:
+        self.coordinator = Coordinator(self.settings)
+        self.coordinator.start()
+
+    async def control(self, kind: Header) -> None:
+        self._operations += 1
+        ack = await self.admin.control(kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=20)
+        assert ack.ok
+
+    async def nothing_is_left(self) -> None:
+        """Every slot and page of the engine is free, and every request forgotten on the way."""
+
+        async def is_free() -> bool:
+            status = await self.client.status()
+            return self.engine.context.usage == 0 and not self.engine.has_work and status.in_flight == 0
+
+        await eventually(is_free, seconds=20, what="all slots and pages are free")
+        self.engine.check_integrity()
+
+    async def end(self) -> None:
+        await self.nothing_is_left()
+        self.admin.close()
+        self.client.stop()
+        self.worker.ended.set()
+        await self._serving
+        self.coordinator.stop()
+
+
+StartStack = Callable[..., Awaitable[Stack]]
+
+
+@pytest.fixture
+async def start_stack(start: Any) -> AsyncIterator[StartStack]:
+    stacks: list[Stack] = []
+
+    async def start_one(*, step_seconds: float = 0.002, server: dict[str, Any] | None = None, **settings: Any) -> Stack:
+        ports = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": TIMING}
+        stack = Stack(CoordinatorSettings(**{**ports, **settings}), step_seconds)
+        await stack.begin()
+        stacks.append(stack)
+        stack.running = await start(backend=stack.client, **(server or {}))
+        return stack
+
+    yield start_one
+    for stack in stacks:
+        await stack.end()
+
+
+async def test_answers_stream_or_not_are_the_same(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    whole = await stack.running.chat(max_tokens=20, seed=1)
+    assert whole.json()["usage"]["completion_tokens"] == 20
+    stream = await stack.running.chat(max_tokens=20, seed=1, stream=True)
+    chunks = [json.loads(event[6:]) for event in stream.text.split("\n\n")[:-2]]
+    text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+    assert text == whole.json()["choices"][0]["message"]["content"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_who_leaves_frees_slots_and_pages_at_once(start_stack: StartStack, stream: bool) -> None:
+    """Also those of requests that wait for a slot: twelve choices, eight slots."""
+    stack = await start_stack(step_seconds=0.01)
+    asking = asyncio.create_task(stack.running.chat(n=12, max_tokens=2000, stream=stream))
+
+    async def is_full() -> bool:
+        return stack.engine.stats().num_running == 8
+
+    await eventually(is_full, seconds=20, what="the engine is full")
+    assert stack.engine.context.usage > 0
+    asking.cancel()
+    await stack.nothing_is_left()
+
+
+async def test_held_while_paused_and_answered_after(start_stack: StartStack) -> None:
+    stack = await start_stack(server={"keep_alive_seconds": 0.05})
+    await stack.control(Header.PAUSE)
+    comments, texts = 0, []
+    body = {"model": "smollm2", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4, "stream": True}
+    async with stack.running.http.stream("POST", "/v1/chat/completions", json=body) as reply:
+        async for line in reply.aiter_lines():
+            is_comment = line == ": keep-alive"
+            comments += is_comment
+            if is_comment and comments == 3:
+                await stack.control(Header.UNPAUSE)
+            if line.startswith("data: {"):
+                texts.append(json.loads(line[6:])["choices"][0]["finish_reason"])
+    assert comments >= 3
+    assert texts[-1] == "length"
+
+
+async def test_refused_while_paused_where_the_pool_says_so(start_stack: StartStack) -> None:
+    stack = await start_stack(pause_mode="Reject")
+    await stack.control(Header.PAUSE)
+    reply = await stack.running.chat()
+    assert reply.status_code == 503
+    assert int(reply.headers["retry-after"]) >= 1
+    await stack.control(Header.UNPAUSE)
+    assert (await stack.running.chat(max_tokens=1)).status_code == 200
+
+
+async def test_a_full_queue_is_a_429(start_stack: StartStack) -> None:
+    stack = await start_stack(max_queued=2)
+    await stack.control(Header.PAUSE)
+    waiting = [asyncio.create_task(stack.running.chat(max_tokens=1)) for _ in range(2)]
+
+    async def is_full() -> bool:
+        return (await stack.client.status()).queued == 2
+
+    await eventually(is_full, seconds=20, what="two requests are queued")
+    reply = await stack.running.chat()
+    assert reply.status_code == 429
+    assert int(reply.headers["retry-after"]) >= 1
+    await stack.control(Header.UNPAUSE)
+    assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
+
+
+async def test_a_coordinator_that_comes_back_costs_a_wait_and_no_token(start_stack: StartStack) -> None:
+    stack = await start_stack(step_seconds=0.01, server={"coordinator_wait_seconds": 30})
+    undisturbed = (await stack.running.chat(max_tokens=100, seed=3)).json()["choices"][0]["message"]["content"]
+    streaming = asyncio.create_task(stack.running.chat(max_tokens=100, seed=3, stream=True))
+
+    async def runs() -> bool:
+        return stack.engine.stats().num_running == 1
+
+    await eventually(runs, seconds=20, what="the stream runs")
+    ports = {role: int(address.rpartition(":")[2]) for role, address in stack.coordinator.transport.addresses.items()}
+    stack.coordinator.stop()
+
+    async def is_away() -> bool:
+        return not stack.client.connected
+
+    await eventually(is_away, seconds=20, what="the server knows that the coordinator is away")
+    late = asyncio.create_task(stack.running.chat(max_tokens=3))
+    stack.settings = CoordinatorSettings(
+        listen="127.0.0.1",
+        client_port=ports[Role.CLIENT],
+        engine_port=ports[Role.ENGINE],
+        admin_port=ports[Role.ADMIN],
+        timing=TIMING,
+    )
+    stack.start_coordinator()
+    text = (await streaming).text
+    deltas = [
+        json.loads(event[6:])["choices"][0]["delta"] for event in text.split("\n\n") if event.startswith("data: {")
+    ]
+    assert "".join(delta.get("content", "") for delta in deltas) == undisturbed
+    assert (await late).status_code == 200
