@@ -78,7 +78,7 @@ class Dispatcher:
         self._clock = clock
         self._former: dict[int, FormerDispatch] = {}
         # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
-        self._next_dispatch_id = random.SystemRandom().getrandbits(28) << 24
+        self.next_dispatch_id = (random.SystemRandom().getrandbits(28) << 24) + 1
 
     # --- admission ---------------------------------------------------------------------------------------------
 
@@ -155,8 +155,8 @@ class Dispatcher:
         if entry.hashes is None:
             entry.hashes = self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt)
         engine = self._router.select(candidates, entry.hashes)
-        self._next_dispatch_id += 1
-        dispatch_id = self._next_dispatch_id
+        dispatch_id = self.next_dispatch_id
+        self.next_dispatch_id += 1
         dispatch = Dispatch(
             dispatch_id,
             entry.uid,

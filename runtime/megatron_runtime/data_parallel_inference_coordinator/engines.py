@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from megatron_runtime.data_parallel_inference_coordinator.records import Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 
 
@@ -39,6 +39,11 @@ class EngineRegistry:
     def available(self) -> list[Engine]:
         """Those that take work, whether they have room or let it wait."""
         return [engine for engine in self._by_name.values() if engine.available()]
+
+    def dispatched(self) -> Iterator[tuple[int, Entry]]:
+        """Every request that an engine has, with its dispatch id."""
+        for engine in self:
+            yield from list(engine.in_flight.items())
 
     def in_flight(self) -> int:
         return sum(len(engine.in_flight) for engine in self._by_name.values())

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Protocol
+
+import zmq
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
 from megatron_runtime.data_parallel_inference_coordinator.records import Engine
@@ -16,6 +19,8 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import (
     RoutingPolicy,
     Timing,
 )
+from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, Sent
+from megatron_runtime.wire import states
 from megatron_runtime.wire.headers import Role
 
 
@@ -31,13 +36,18 @@ class DataParallelInferenceCoordinator:
     It listens on the loopback interface only: nothing checks who connects.
 
     data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
-    tokenizer:                 has `tokenize(text)`; needed for clients that send text.
+    tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
+                               gives plain clients the text of their answers.
     inference_coordinator_port: None picks a free port.
     deterministic_mode:        routing depends on the order of arrival alone.
     block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
                                routing by cached prefix.
     schedule_output_path:      JSON file for the scheduling decisions, written by stop().
+
+    All methods belong to the thread that runs start().
     """
+
+    CoordinatorState = states.CoordinatorState
 
     def __init__(
         self,
@@ -99,6 +109,42 @@ class DataParallelInferenceCoordinator:
     async def _stop(self) -> None:
         self._coordinator.stop()
 
+    # --- what it knows ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> states.CoordinatorState:
+        return self._coordinator.verbs.state
+
+    @property
+    def router_socket(self) -> zmq.Socket[bytes]:
+        """The ROUTER of all communication. It belongs to the coordinator's loop: look, do not touch."""
+        return self._coordinator.transport.socket(SHARED_PORT)
+
+    @property
+    def identities_of_data_parallel_ranks(self) -> deque[bytes]:
+        """Identities of the engines that serve, in the order of their registration."""
+        return deque(engine.peer[1] for engine in self._coordinator.engines.serving())
+
+    @property
+    def request_id_to_client_id(self) -> dict[int, bytes]:
+        """The identity of the client of each request that an engine has, by the id that the engine knows it by."""
+        return {number: entry.client.peer[1] for number, entry in self._coordinator.engines.dispatched()}
+
+    @property
+    def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
+        """The same requests by the id that their client gave them."""
+        return {
+            number: entry.plain_id if entry.plain_id is not None else entry.uid
+            for number, entry in self._coordinator.engines.dispatched()
+        }
+
+    @property
+    def next_request_id(self) -> int:
+        """The id of the next request given to an engine."""
+        return self._coordinator.dispatcher.next_dispatch_id
+
+    # --- routing ------------------------------------------------------------------------------------------------
+
     def get_next_data_parallel_rank(self) -> bytes:
         """The identity of the next engine in turn."""
         return self._coordinator.router.next_in_turn(self._candidates()).peer[1]
@@ -112,11 +158,40 @@ class DataParallelInferenceCoordinator:
         """The identity of the engine for a prompt with these block hashes."""
         return self._coordinator.router.select(self._candidates(), request_hashes).peer[1]
 
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
+        """Record that an engine was given these blocks."""
+        self._coordinator.router.learn(self._engine(rank_identity), request_hashes)
+
     def _candidates(self) -> list[Engine]:
         candidates = self._coordinator.engines.serving()
         if not candidates:
             raise RuntimeError("no engine is registered: start one with this coordinator's address first")
         return candidates
+
+    # --- engines and answers ------------------------------------------------------------------------------------
+
+    def _engine(self, identity: bytes) -> Engine:
+        for engine in self._coordinator.engines:
+            if engine.peer[1] == identity:
+                return engine
+        known = list(self.identities_of_data_parallel_ranks)
+        raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+
+    def _remove_engine(self, identity: bytes) -> None:
+        """Take an engine out of the pool; what it had in flight goes elsewhere."""
+        self._coordinator.lose_engine(self._engine(identity), "removed")
+
+    def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
+        """Send one frame to an engine. False when it cannot be reached; it is removed then."""
+        engine = self._engine(identity)
+        sent = self._coordinator.send(engine.peer, [payload])
+        if sent is Sent.GONE:
+            self._coordinator.lose_engine(engine, "its connection is gone")
+        return sent is Sent.OK
+
+    def detokenize(self, finished_request: dict[str, Any]) -> None:
+        """Put the text of `generated_tokens` into the map, as `generated_text`."""
+        finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
 
     @classmethod
     def entrypoint(

@@ -93,18 +93,23 @@ class Router:
         return chosen
 
     def assigned(self, engine: Engine, hashes: Sequence[int], *, request: str) -> None:
-        """Remember that `engine` was given these blocks."""
-        self._clock += 1
-        if hashes:
-            held = self._held.setdefault(engine.index, OrderedDict())
-            # The deepest first: where the table is full, a prompt is forgotten from its end.
-            for block in reversed(hashes):
-                held[block] = self._clock
-                held.move_to_end(block)
-            while len(held) > MAX_KNOWN_BLOCKS:
-                held.popitem(last=False)
+        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
+        self.learn(engine, hashes)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
             self.decisions.append({"request": request, "engine": engine.name, "order": self._clock})
+
+    def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
+        """`engine` was given these blocks now."""
+        self._clock += 1
+        if not hashes:
+            return
+        held = self._held.setdefault(engine.index, OrderedDict())
+        # The deepest first: where the table is full, a prompt is forgotten from its end.
+        for block in reversed(hashes):
+            held[block] = self._clock
+            held.move_to_end(block)
+        while len(held) > MAX_KNOWN_BLOCKS:
+            held.popitem(last=False)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
         """The engine says that it no longer holds these blocks."""

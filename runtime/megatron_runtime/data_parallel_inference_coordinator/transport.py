@@ -78,6 +78,9 @@ class Transport:
             self.gatekeeper.serve_until_closed()
         self._context.term()
 
+    def socket(self, port: int) -> zmq.Socket[bytes]:
+        return self._sockets[port].socket
+
     def send(self, peer: PeerId, frames: Frames) -> Sent:
         port, routing_id = peer
         try:
