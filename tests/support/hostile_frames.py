@@ -1,0 +1,92 @@
+"""What an attacker sends: noise, and real messages that are damaged, cut, out of order, sent again."""
+
+from __future__ import annotations
+
+import random
+
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import (
+    Abort,
+    Control,
+    Disconnect,
+    Hello,
+    MalformedMessageError,
+    Plain,
+    RequestMeta,
+    Submit,
+    decode,
+    pack,
+    tokens_to_bytes,
+)
+from megatron_runtime.wire.vectors import VECTORS
+
+
+class HostileFrames:
+    """An endless source by `rng`.
+
+    Left out is what is somebody's right: a registration or a departure in another's name, and the plain SHUTDOWN.
+    """
+
+    def __init__(self, rng: random.Random) -> None:
+        self._rng = rng
+        self._sent: list[list[bytes]] = []
+
+    def next(self) -> list[bytes]:
+        while True:
+            frames = self._next()
+            if not _is_a_right(frames):
+                break
+        if len(self._sent) < 1000:
+            self._sent.append(frames)
+        else:
+            self._sent[self._rng.randrange(1000)] = frames
+        return frames
+
+    def _next(self) -> list[bytes]:
+        rng = self._rng
+        kind = rng.randrange(10)
+        if kind == 0 and self._sent:
+            return rng.choice(self._sent)
+        if kind == 1:
+            return self._submit()
+        if kind == 2:
+            return [rng.randbytes(rng.randrange(1, 60)) for _ in range(rng.randrange(1, 12))]
+        frames = [bytearray(frame) for frame in rng.choice(list(VECTORS.values())).to_frames()]
+        frame = rng.choice(frames)
+        if kind == 3 and frame:
+            del frame[rng.randrange(len(frame)) :]
+        elif kind == 4:
+            frames.insert(rng.randrange(len(frames) + 1), bytearray(rng.randbytes(rng.randrange(8))))
+        elif kind == 5:
+            rng.shuffle(frames)
+        elif kind == 6:
+            frame += rng.randbytes(rng.randrange(1, 5000))
+        elif kind < 9 and frame:
+            for _ in range(rng.randrange(1, 4)):
+                frame[rng.randrange(len(frame))] = rng.randrange(256)
+        return [bytes(frame) for frame in frames]
+
+    def _submit(self) -> list[bytes]:
+        """A request that is what it should be, and is forgotten again by the next ABORT of its uid, or never."""
+        rng = self._rng
+        uid = rng.randbytes(16)
+        if rng.random() < 0.5 and self._sent:
+            return Abort(uid).to_frames()
+        params = pack({"num_tokens_to_generate": rng.randrange(4)})
+        prompt = tokens_to_bytes(rng.choices(range(60_000), k=rng.randrange(20)))
+        return Submit(uid, RequestMeta(streaming=True, seed=1), prompt, b"", params).to_frames()
+
+
+def _is_a_right(frames: list[bytes]) -> bool:
+    try:
+        message = decode(frames)
+    except MalformedMessageError:
+        return False
+    if isinstance(message, Plain):
+        return not message.items or message.items[0] == Header.SHUTDOWN
+    return isinstance(message, Hello | Disconnect)
+
+
+def control_frames(kind: Header) -> list[bytes]:
+    """A verb as an administrator would send it."""
+    return Control(kind=kind, operation_id="not mine to give", fence=1 << 40).to_frames()

@@ -1,0 +1,135 @@
+"""A flood of broken frames from clients, engines and strangers: the coordinator lives and nobody else notices."""
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+import zmq
+from eventually import eventually
+from fleet import Fleet, Load, until_serving, until_status
+from hostile_frames import HostileFrames, control_frames
+from soak import FIRST_SEED, size
+
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.wire.headers import SIGNALS, Role
+from megatron_runtime.wire.messages import Hello
+from megatron_runtime.wire.security import KeyPair, PeerKeys
+
+FRAMES = size(10_000, soak=1_000_000)
+BURST = 1000
+STREAMS_PER_BURST = 20
+OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}
+MOST_GROWTH_BYTES = 256 << 20
+
+
+class Attackers:
+    """DEALER sockets that never read."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._context = zmq.Context()
+        self._sockets: list[zmq.Socket] = []
+        self.ports = {Role.CLIENT: fleet.client_port, Role.ENGINE: fleet.engine_port, Role.ADMIN: fleet.admin_port}
+
+    def connect(self, port: Role, keys: PeerKeys | None) -> zmq.Socket:
+        socket = self._context.socket(zmq.DEALER)
+        socket.setsockopt(zmq.SNDHWM, 0)
+        socket.setsockopt(zmq.RCVHWM, 100)
+        socket.setsockopt(zmq.LINGER, 0)
+        self._sockets.append(socket)
+        if keys is not None:
+            keys.apply(socket)
+        socket.connect(f"tcp://127.0.0.1:{self.ports[port]}")
+        return socket
+
+    def registered(self, role: Role) -> zmq.Socket:
+        socket = self.connect(role, self._fleet.keys(role))
+        socket.send_multipart(Hello(role=role, name=f"attacker-{role.name}", incarnation=1).to_frames())
+        return socket
+
+    def close(self) -> None:
+        self._context.destroy(linger=0)
+
+
+@pytest.fixture
+def attackers(fleet: Fleet) -> Iterator[Attackers]:
+    attackers = Attackers(fleet)
+    yield attackers
+    attackers.close()
+
+
+@pytest.mark.timeout(3600)
+async def test_a_flood_of_broken_frames_disturbs_nobody(
+    fleet: Fleet, attackers: Attackers, report: Callable[[str], None]
+) -> None:
+    coordinator = await fleet.coordinator()
+    await fleet.engine("engine-0", "--max-requests", "400", "--kv-cache-memory", "16Mi")
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines)
+    client = await fleet.client()
+    sockets = [attackers.registered(role) for role in (Role.CLIENT, Role.ENGINE)]
+    sockets += [attackers.connect(role, fleet.keys(role)) for role in (Role.CLIENT, Role.ENGINE)]
+    rng = random.Random(FIRST_SEED)
+    source = HostileFrames(rng)
+    memory = psutil.Process(coordinator.pid).memory_info
+    start = most = memory().rss
+    for burst in range(FRAMES // BURST):
+        load = Load([client])
+        for number in range(STREAMS_PER_BURST):
+            load.add([burst, number], 6)
+        for number in range(BURST):
+            rng.choice(sockets).send_multipart(source.next())
+            if number % 50 == 0:
+                await asyncio.sleep(0)
+        if burst % 50 == 0:
+            for role, length in OVERSIZED.items():
+                attackers.connect(role, fleet.keys(role)).send(bytes(length))
+        await load.finish(seconds=120)
+        for record in load.records:
+            record.check(echo_answer(record.prompt, record.length))
+        most = max(most, memory().rss)
+    status = await until_status(
+        link, lambda status: status.rejected_frames > FRAMES / 10, seconds=60, what="frames were counted"
+    )
+    assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
+    growth = most - start
+    report(
+        f"{FRAMES} frames, {status.rejected_frames} refused; coordinator grew by {growth / (1 << 20):.1f} MiB at most"
+    )
+    assert growth < MOST_GROWTH_BYTES
+    assert coordinator.process.returncode is None
+
+
+async def test_control_by_who_has_no_right_is_refused_and_counted(fleet: Fleet, attackers: Attackers) -> None:
+    coordinator = await fleet.coordinator()
+    await fleet.engine("engine-0")
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines)
+    before = (await link.status()).rejected_frames
+    wrong = KeyPair.generate()
+    stranger = PeerKeys(wrong, fleet.keys(Role.ADMIN).server_public)
+    outside = [
+        attackers.connect(Role.ADMIN, None),
+        attackers.connect(Role.ADMIN, stranger),
+        attackers.connect(Role.ADMIN, fleet.keys(Role.CLIENT)),
+        attackers.connect(Role.ADMIN, fleet.keys(Role.ENGINE)),
+    ]
+    inside = [attackers.registered(role) for role in (Role.CLIENT, Role.ENGINE)]
+    for kind in sorted(SIGNALS):
+        for socket in (*outside, *inside):
+            socket.send_multipart(control_frames(kind))
+
+    async def counted() -> bool:
+        counts = await coordinator.metrics()
+        return counts["megatron_coordinator_rejected_frames_total{wrong_role}"] >= len(inside) * len(SIGNALS)
+
+    await eventually(counted, seconds=30, what="verbs on the wrong port are counted")
+    # Three of those outside get as far as showing a key that the admin port does not know.
+    wanted = before + len(inside) * len(SIGNALS) + 3
+    status = await until_status(
+        link, lambda status: status.rejected_frames >= wanted, seconds=30, what="refused keys are counted"
+    )
+    assert (status.state, status.fence) == ("RUNNING", 0)
+    assert [engine.state for engine in status.engines if engine.name == "engine-0"] == ["RUNNING"]
