@@ -92,3 +92,21 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
     rows = 128 if head_dim <= 128 else 64
     block_queries = max(1, rows // next_power_of_2(group))
     return PrefillTuning(block_queries, 64, num_warps=8 if rows == 128 else 4, num_stages=3 if head_dim <= 64 else 2)
+
+
+def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
+    """Heads of one program that works on heads of one token: all that make 2048 elements when tokens alone fill the
+    device, few when they do not."""
+    most = max(1, 2048 // next_power_of_2(head_dim)) if tokens >= 256 else 4
+    return min(most, next_power_of_2(num_heads))
+
+
+def routing_block(num_experts: int) -> int:
+    """Tokens of one program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
+    return max(1, min(64, 4096 // next_power_of_2(num_experts)))
+
+
+def vocabulary_tile(vocabulary: int) -> Tile:
+    """Logits of one step over a row: 16 a lane where there are as many."""
+    block = min(4096, max(32, next_power_of_2(vocabulary)))
+    return Tile(block, max(1, block // 512))

@@ -57,7 +57,15 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def call_every_kernel() -> None:
     """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens."""
-    from megatron_kernels import add_rms_norm_triton, paged_decode_triton, paged_prefill_triton, swiglu_triton
+    from megatron_kernels import (
+        add_rms_norm_triton,
+        moe_routing_triton,
+        paged_decode_triton,
+        paged_prefill_triton,
+        qk_norm_rope_append_triton,
+        sampling_triton,
+        swiglu_triton,
+    )
     from megatron_kernels.tuning import decode_tuning
 
     bf16, int32 = torch.bfloat16, torch.int32
@@ -75,6 +83,23 @@ def call_every_kernel() -> None:
         paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, tuning=tuning)
     starts = torch.tensor([0, 1, 2], dtype=int32)
     paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8)
+    angles, slots, norm = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), qkv[0, :128]
+    for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}):
+        qk_norm_rope_append_triton.qk_norm_rope_append(
+            qkv, angles, angles, cache, slots, num_heads=32, num_kv_heads=8, **norms
+        )
+
+    floats, integers = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
+    sampling_triton.sample(
+        torch.zeros(2, 128256, dtype=bf16),
+        temperature_N=floats,
+        top_k_N=lengths,
+        top_p_N=floats,
+        min_p_N=floats,
+        seeds_N=integers,
+        positions_N=integers,
+    )
+    moe_routing_triton.moe_routing(torch.zeros(2, 128, dtype=bf16), top_k=8, alignment=16)
 
 
 if __name__ == "__main__":

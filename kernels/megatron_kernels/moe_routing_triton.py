@@ -1,0 +1,176 @@
+"""Expert routing in Triton: see `moe_routing`. Three launches of sizes known from the shapes, no atomic operation
+and no question to the device, so that the order is the same every time and the launches can be captured.
+
+1. a block of tokens: probabilities, choices, and how often the block chose each expert;
+2. one program: sums over blocks and experts, where each expert's part begins and where in it each block writes;
+3. a block of tokens again: each pair to its place. A token chooses an expert once, so the rank of a pair is the number
+   of tokens before it in the block that chose the same.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_kernels.moe_routing import Routing, order_size
+from megatron_kernels.tuning import next_power_of_2, routing_block
+
+
+@triton.jit
+def _choose(
+    logits,
+    weights,
+    experts,
+    block_counts,
+    tokens,
+    num_experts,
+    stride_logits,
+    TOP_K: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    CHOICES: tl.constexpr,
+):
+    block = tl.program_id(0)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    columns, choices = tl.arange(0, EXPERTS), tl.arange(0, CHOICES)
+    row_inside = rows < tokens
+    inside = row_inside[:, None] & (columns < num_experts)[None, :]
+    source = logits + rows.to(tl.int64)[:, None] * stride_logits + columns[None, :]
+    scores = tl.load(source, mask=inside, other=float("-inf")).to(tl.float32)
+    # A row outside has no finite score: its maximum is replaced so that nothing is NaN.
+    largest = tl.where(row_inside, tl.max(scores, axis=1), 0.0)
+    exponentials = tl.exp(scores - largest[:, None])
+    remaining = tl.where(inside, exponentials, -1.0)
+    chosen_weights = tl.zeros((ROWS, CHOICES), tl.float32)
+    chosen_experts = tl.zeros((ROWS, CHOICES), tl.int32)
+    counts = tl.zeros((EXPERTS,), tl.int32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.argmax(remaining, axis=1).to(tl.int32)
+        is_expert = columns[None, :] == expert[:, None]
+        weight = tl.sum(tl.where(is_expert, exponentials, 0.0), axis=1)
+        is_choice = choices[None, :] == choice
+        chosen_weights = tl.where(is_choice, weight[:, None], chosen_weights)
+        chosen_experts = tl.where(is_choice, expert[:, None], chosen_experts)
+        counts += tl.sum((is_expert & row_inside[:, None]).to(tl.int32), axis=0)
+        remaining = tl.where(is_expert, -1.0, remaining)
+    divisor = tl.sum(chosen_weights, axis=1) if NORMALIZE else tl.sum(exponentials, axis=1)
+    chosen_weights = chosen_weights / tl.where(row_inside, divisor, 1.0)[:, None]
+    pairs = rows[:, None] * TOP_K + choices[None, :]
+    pairs_inside = row_inside[:, None] & (choices < TOP_K)[None, :]
+    tl.store(weights + pairs, chosen_weights, mask=pairs_inside)
+    tl.store(experts + pairs, chosen_experts, mask=pairs_inside)
+    tl.store(block_counts + block * num_experts + columns, counts, mask=columns < num_experts)
+
+
+@triton.jit
+def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
+    """Replaces every block's counts by where in `order` the block's pairs of each expert begin."""
+    columns = tl.arange(0, EXPERTS)
+    inside = columns < num_experts
+    total = tl.zeros((EXPERTS,), tl.int32)
+    for block in range(num_blocks):
+        total += tl.load(block_counts + block * num_experts + columns, mask=inside, other=0)
+    aligned = (total + alignment - 1) // alignment * alignment
+    ends = tl.cumsum(aligned, axis=0)
+    tl.store(counts + columns, total, mask=inside)
+    tl.store(starts + columns + 1, ends, mask=inside)
+    tl.store(starts, 0)
+    place = ends - aligned
+    for block in range(num_blocks):
+        at = block_counts + block * num_experts + columns
+        of_block = tl.load(at, mask=inside, other=0)
+        tl.store(at, place, mask=inside)
+        place += of_block
+
+
+@triton.jit
+def _place(
+    experts,
+    block_places,
+    order,
+    places,
+    tokens,
+    num_experts,
+    TOP_K: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    block = tl.program_id(0)
+    rows = block * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, EXPERTS)
+    row_inside = rows < tokens
+    has_chosen = tl.zeros((ROWS, EXPERTS), tl.int32)
+    for choice in tl.static_range(TOP_K):
+        expert = tl.load(experts + rows * TOP_K + choice, mask=row_inside, other=-1)
+        has_chosen += (columns[None, :] == expert[:, None]).to(tl.int32)
+    first = tl.load(block_places + block * num_experts + columns, mask=columns < num_experts, other=0)
+    place_of = first[None, :] + tl.cumsum(has_chosen, axis=0) - has_chosen
+    for choice in tl.static_range(TOP_K):
+        pairs = rows * TOP_K + choice
+        expert = tl.load(experts + pairs, mask=row_inside, other=-1)
+        place = tl.sum(tl.where(columns[None, :] == expert[:, None], place_of, 0), axis=1)
+        tl.store(places + pairs, place, mask=row_inside)
+        tl.store(order + place, pairs, mask=row_inside)
+
+
+def moe_routing(logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, alignment: int = 1) -> Routing:
+    """As the reference.
+
+    Raises:
+        ValueError: more experts are to be chosen than there are.
+    """
+    tokens, num_experts = logits_TN.shape
+    if not 1 <= top_k <= num_experts:
+        raise ValueError(f"top_k={top_k}: must be from 1 to the {num_experts} experts")
+    rows = routing_block(num_experts)
+    blocks = triton.cdiv(tokens, rows)
+    size = order_size(tokens, num_experts=num_experts, top_k=top_k, alignment=alignment)
+    weights_TJ = torch.empty(tokens, top_k, dtype=torch.float32, device=logits_TN.device)
+    experts_TJ = torch.empty_like(weights_TJ, dtype=torch.int32)
+    places_TJ = torch.empty_like(experts_TJ)
+    block_counts = experts_TJ.new_empty(blocks, num_experts)
+    counts_N, starts_M = experts_TJ.new_empty(num_experts), experts_TJ.new_empty(num_experts + 1)
+    order_R = experts_TJ.new_empty(size) if alignment == 1 else experts_TJ.new_full((size,), -1)
+    padded = next_power_of_2(num_experts)
+    if tokens:
+        _choose[(blocks,)](
+            logits_TN,
+            weights_TJ,
+            experts_TJ,
+            block_counts,
+            tokens,
+            num_experts,
+            logits_TN.stride(0),
+            TOP_K=top_k,
+            NORMALIZE=normalize,
+            ROWS=rows,
+            EXPERTS=padded,
+            CHOICES=next_power_of_2(top_k),
+            num_warps=4,
+        )
+    _sum_blocks[(1,)](
+        block_counts,
+        counts_N,
+        starts_M,
+        blocks,
+        num_experts,
+        alignment,
+        EXPERTS=padded,
+        num_warps=max(1, padded // 128),
+    )
+    if tokens:
+        _place[(blocks,)](
+            experts_TJ,
+            block_counts,
+            order_R,
+            places_TJ,
+            tokens,
+            num_experts,
+            TOP_K=top_k,
+            ROWS=rows,
+            EXPERTS=padded,
+            num_warps=4,
+        )
+    return Routing(weights_TJ, experts_TJ, counts_N, starts_M, order_R, places_TJ)

@@ -1,0 +1,80 @@
+"""One token for every row of logits: temperature, top-k, min-p, top-p, and a draw by one counter-based random number.
+
+Shapes: N rows, V vocabulary.
+Types:  logits float32, bfloat16, float16; sums of weights float64; tokens int32, log-probabilities float32.
+Bound:  memory; bytes = N V s for one reading of the logits, which is all that greedy rows need. A drawn row is read
+        again for its sum and for the draw, and for every halving of a search when top-k or top-p are on: from the L2
+        cache, where a row fits.
+Meaning: weights are exp((logit - largest) / temperature). top_k keeps the k tokens of largest weight, the lower id
+        first among equals, and min_p those of at least min_p, both at once; top_p keeps the fewest of the likeliest of
+        these that reach top_p of their sum. The token is the first, in the order of ids, where the running sum of what
+        is kept exceeds u times the whole, u the Philox uniform of (seed, position): the same token in any batch.
+Source: Philox4x32-10 is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+"""
+
+from __future__ import annotations
+
+import torch
+
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_WEYL = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+
+
+def bytes_moved(rows: int, vocabulary: int, *, element_size: int) -> int:
+    return rows * vocabulary * element_size
+
+
+def uniform(seed: int, position: int) -> float:
+    """Return the number of (0, 1) for the row: 52 bits of Philox4x32-10 and a half."""
+    x0, x1, x2, x3 = position & _LOW, (position >> 32) & _LOW, 0, 0
+    k0, k1 = seed & _LOW, (seed >> 32) & _LOW
+    for _ in range(10):
+        p0, p1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0, x1, x2, x3 = (p1 >> 32) ^ x1 ^ k0, p1 & _LOW, (p0 >> 32) ^ x3 ^ k1, p0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return (((x0 << 20) | (x1 >> 12)) + 0.5) * 2.0**-52
+
+
+def sample(
+    logits_NV: torch.Tensor,
+    *,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    seeds_N: torch.Tensor,
+    positions_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the tokens, int32 [N], and their log-probabilities under the logits as they came, float32 [N].
+
+    temperature_N: float32; 0 takes the likeliest token, the lowest id of equals.
+    top_k_N:       int32; 0 keeps all.
+    top_p_N, min_p_N: float32; top_p 0 or 1 and min_p 0 keep all.
+    seeds_N, positions_N: int64; the 64 bits of a seed.
+    """
+    tokens_N = logits_NV.float().argmax(dim=-1)
+    for row in range(logits_NV.shape[0]):
+        temperature = temperature_N[row]
+        if temperature > 0:
+            logits_V = logits_NV[row].float()
+            weights_V = ((logits_V - logits_V.max()) / temperature).exp()
+            number = uniform(int(seeds_N[row]), int(positions_N[row]))
+            tokens_N[row] = _draw(
+                weights_V, number, top_k=int(top_k_N[row]), top_p=float(top_p_N[row]), min_p=float(min_p_N[row])
+            )
+    log_probs_NV = logits_NV.double().log_softmax(dim=-1)
+    return tokens_N.int(), log_probs_NV.gather(1, tokens_N[:, None])[:, 0].float()
+
+
+def _draw(weights_V: torch.Tensor, number: float, *, top_k: int, top_p: float, min_p: float) -> int:
+    sorted_V, ids_V = weights_V.sort(descending=True, stable=True)
+    kept = top_k if 0 < top_k < len(weights_V) else len(weights_V)
+    kept = min(kept, int((weights_V >= min_p).sum()))
+    cumulative_K = sorted_V[:kept].double().cumsum(0)
+    if 0 < top_p < 1:
+        kept = min(kept, int(torch.searchsorted(cumulative_K, top_p * cumulative_K[-1])) + 1)
+    ids_K = ids_V[:kept].sort().values
+    cumulative_K = weights_V[ids_K].double().cumsum(0)
+    index = int(torch.searchsorted(cumulative_K, number * cumulative_K[-1], right=True))
+    return int(ids_K[min(index, kept - 1)])

@@ -1,0 +1,211 @@
+"""Sampling in Triton without sorting: see `sampling`. One program is one row.
+
+The last token that a filter keeps is found by bisection over the bits of weights: floats that are not negative are
+ordered as their bits are, so a search has at most 30 halvings; each shrinks its range to weights that occur, so that
+it ends when one is left. Where only some of several equal weights are kept, their number is known, and the lowest ids
+are taken. Sums are float64 and added in a fixed order, so that a row's token depends on the row alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_kernels.tuning import vocabulary_tile
+
+_BITS_OF_ONE = tl.constexpr(0x3F800000)
+_STEP = tl.constexpr(2.0**-52)
+
+
+@triton.jit
+def _weights(row, columns, vocabulary, largest, temperature):
+    logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+    return tl.exp(tl.div_rn(logits - largest, temperature))
+
+
+@triton.jit
+def _measure(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
+    """Number and sum of the weights whose bits are at least `threshold` (> 0 to count: what lies outside weighs 0), the
+    least bits of these and the greatest of the others."""
+    count = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0.0, tl.float64)
+    least = tl.full((), _BITS_OF_ONE, tl.int32)
+    greatest = tl.full((), 0, tl.int32)
+    for first in range(0, vocabulary, BLOCK):
+        weights = _weights(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
+        bits = weights.to(tl.int32, bitcast=True)
+        reaches = bits >= threshold
+        count += tl.sum(reaches.to(tl.int32), axis=0)
+        mass += tl.sum(tl.where(reaches, weights, 0.0).to(tl.float64), axis=0)
+        least = tl.minimum(least, tl.min(tl.where(reaches, bits, _BITS_OF_ONE), axis=0))
+        greatest = tl.maximum(greatest, tl.max(tl.where(reaches, 0, bits), axis=0))
+    return count, mass, least, greatest
+
+
+@triton.jit
+def _search(row, vocabulary, largest, temperature, low, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """The greatest bits from `low` on such that the weights of at least these reach `target`, by number or by sum, and
+    number and sum of the weights above. All weights from `low` on reach it."""
+    high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
+    count_above = tl.full((), 0, tl.int32)
+    mass_above = tl.full((), 0.0, tl.float64)
+    while high - low > 1:
+        middle = low + (high - low) // 2
+        count, mass, least, greatest = _measure(row, vocabulary, largest, temperature, middle, BLOCK)
+        if BY_COUNT:
+            reaches = count >= target
+        else:
+            reaches = mass >= target
+        if reaches:
+            low = least
+        else:
+            high = tl.maximum(greatest, low) + 1
+            count_above = count
+            mass_above = mass
+    return low, count_above, mass_above
+
+
+@triton.jit
+def _keep(row, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
+    """What the filters keep: all weights whose bits exceed `cut`, and the first `ties` that equal it; and their sum."""
+    cut = tl.full((), 0, tl.int32)
+    ties = vocabulary
+    mass = tl.full((), 0.0, tl.float64)
+    limited = (top_k > 0) & (top_k < vocabulary)
+    if limited:
+        cut, count_above, mass_above = _search(row, vocabulary, largest, temperature, cut, top_k, True, BLOCK)
+        ties = top_k - count_above
+        mass = mass_above + ties.to(tl.float64) * cut.to(tl.float32, bitcast=True).to(tl.float64)
+    bits_of_min_p = min_p.to(tl.int32, bitcast=True)
+    if bits_of_min_p > cut:
+        cut = bits_of_min_p
+        ties = vocabulary
+        limited = False
+    if not limited:
+        _count, mass, _least, _greatest = _measure(row, vocabulary, largest, temperature, cut, BLOCK)
+    if (top_p > 0.0) & (top_p < 1.0):
+        target = top_p.to(tl.float64) * mass
+        found, _count, mass_above = _search(row, vocabulary, largest, temperature, cut, target, False, BLOCK)
+        weight = found.to(tl.float32, bitcast=True).to(tl.float64)
+        needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
+        if found > cut:
+            ties = vocabulary
+        # At least one, and no more than there are: rounding may ask for one beyond them.
+        ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
+        cut = found
+        _count, whole, _least, _greatest = _measure(row, vocabulary, largest, temperature, cut, BLOCK)
+        mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
+    return cut, ties, mass
+
+
+@triton.jit
+def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.constexpr):
+    """The first token at which the running sum of what is kept exceeds `target`, or the last kept if none does."""
+    token = tl.full((), -1, tl.int32)
+    last = tl.full((), 0, tl.int32)
+    first = tl.full((), 0, tl.int32)
+    ties_before = tl.full((), 0, tl.int32)
+    running = tl.full((), 0.0, tl.float64)
+    while (token < 0) & (first < vocabulary):
+        columns = first + tl.arange(0, BLOCK)
+        weights = _weights(row, columns, vocabulary, largest, temperature)
+        bits = weights.to(tl.int32, bitcast=True)
+        is_tie = (bits == cut) & (columns < vocabulary)
+        ties_so_far = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0)
+        kept = (bits > cut) | (is_tie & (ties_so_far <= ties))
+        kept_weights = tl.where(kept, weights, 0.0).to(tl.float64)
+        mass = tl.sum(kept_weights, axis=0)
+        if running + mass > target:
+            beyond = (running + tl.cumsum(kept_weights, axis=0) > target) & kept
+            candidate = tl.min(tl.where(beyond, columns, vocabulary), axis=0)
+            token = tl.where(candidate < vocabulary, candidate, -1)
+        last = tl.maximum(last, tl.max(tl.where(kept, columns, 0), axis=0))
+        running += mass
+        ties_before += tl.sum(is_tie.to(tl.int32), axis=0)
+        first += BLOCK
+    return tl.where(token < 0, last, token)
+
+
+@triton.jit
+def _uniform(seed, position):
+    zero = tl.full((), 0, tl.uint32)
+    word0, word1, _word2, _word3 = tl.philox(
+        seed.to(tl.uint64, bitcast=True), position.to(tl.uint32), (position >> 32).to(tl.uint32), zero, zero
+    )
+    bits = (word0.to(tl.uint64) << 20) | (word1.to(tl.uint64) >> 12)
+    return (bits.to(tl.float64) + 0.5) * _STEP
+
+
+@triton.jit
+def _sample(
+    logits,
+    temperatures,
+    top_ks,
+    top_ps,
+    min_ps,
+    seeds,
+    positions,
+    tokens,
+    log_probs,
+    vocabulary,
+    stride_logits,
+    BLOCK: tl.constexpr,
+):
+    index = tl.program_id(0)
+    row = logits + index.to(tl.int64) * stride_logits
+    token = tl.full((), 0, tl.int32)
+    largest = tl.full((), float("-inf"), tl.float32)
+    total = tl.full((), 0.0, tl.float64)
+    for first in range(0, vocabulary, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        values = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
+        new_largest = tl.maximum(largest, tl.max(values, axis=0))
+        if new_largest > largest:
+            token = first + tl.argmax(values, axis=0).to(tl.int32)
+            total *= tl.exp(largest - new_largest).to(tl.float64)
+            largest = new_largest
+        total += tl.sum(tl.exp(values - largest).to(tl.float64), axis=0)
+    temperature = tl.load(temperatures + index)
+    if temperature > 0.0:
+        top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
+        cut, ties, mass = _keep(row, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK)
+        number = _uniform(tl.load(seeds + index), tl.load(positions + index))
+        token = _draw(row, vocabulary, largest, temperature, cut, ties, number * mass, BLOCK)
+    chosen = tl.load(row + token).to(tl.float32)
+    tl.store(tokens + index, token)
+    tl.store(log_probs + index, chosen - largest - tl.log(total.to(tl.float32)))
+
+
+def sample(
+    logits_NV: torch.Tensor,
+    *,
+    temperature_N: torch.Tensor,
+    top_k_N: torch.Tensor,
+    top_p_N: torch.Tensor,
+    min_p_N: torch.Tensor,
+    seeds_N: torch.Tensor,
+    positions_N: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference."""
+    rows, vocabulary = logits_NV.shape
+    tokens_N = torch.empty(rows, dtype=torch.int32, device=logits_NV.device)
+    log_probs_N = torch.empty(rows, dtype=torch.float32, device=logits_NV.device)
+    if rows:
+        tile = vocabulary_tile(vocabulary)
+        _sample[(rows,)](
+            logits_NV,
+            temperature_N,
+            top_k_N,
+            top_p_N,
+            min_p_N,
+            seeds_N,
+            positions_N,
+            tokens_N,
+            log_probs_N,
+            vocabulary,
+            logits_NV.stride(0),
+            BLOCK=tile.block,
+            num_warps=tile.num_warps,
+        )
+    return tokens_N, log_probs_N

@@ -1,0 +1,127 @@
+"""Sampling without sorting: the kernel equals its reference, and both draw what the runtime's sampler draws."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from megatron_kernels import sampling, sampling_triton
+from megatron_kernels.tuning import Tile
+from megatron_runtime.sampling.philox import uniform
+from megatron_runtime.sampling.sampler import kept_ids
+
+few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+def parameters(*, rows=1, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, seed=0, position=0):
+    def column(value, dtype):
+        return torch.tensor(value if isinstance(value, list) else [value] * rows, dtype=dtype)
+
+    return {
+        "temperature_N": column(temperature, torch.float32),
+        "top_k_N": column(top_k, torch.int32),
+        "top_p_N": column(top_p, torch.float32),
+        "min_p_N": column(min_p, torch.float32),
+        "seeds_N": column(seed, torch.int64),
+        "positions_N": column(position, torch.int64),
+    }
+
+
+@pytest.fixture
+def small_tiles(monkeypatch):
+    """Several tiles a row, the last not full, for rows that the interpreter can afford."""
+    monkeypatch.setattr(sampling_triton, "vocabulary_tile", lambda vocabulary: Tile(64, 1))
+
+
+def check(logits, arguments):
+    tokens, log_probs = sampling_triton.sample(logits, **arguments)
+    expected_tokens, expected_log_probs = sampling.sample(logits, **arguments)
+    assert tokens.tolist() == expected_tokens.tolist()
+    torch.testing.assert_close(log_probs, expected_log_probs, rtol=1e-5, atol=1e-5)
+
+
+@given(
+    temperature=st.sampled_from([0.0, 0.3, 1.0, 5.0]),
+    top_k=st.sampled_from([0, 1, 7, 149, 150, 400]),
+    top_p=st.sampled_from([0.0, 0.1, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.05, 1.0]),
+    position=st.integers(0, 2**40),
+    has_ties=st.booleans(),
+)
+@few
+def test_every_mix_of_filters(temperature, top_k, top_p, min_p, position, has_ties, dtype, generator, small_tiles):
+    logits = 3 * torch.randn(1, 150, generator=generator)
+    logits = (logits.round() if has_ties else logits).to(dtype)
+    # A masked token.
+    logits[0, 5] = float("-inf")
+    check(
+        logits,
+        parameters(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=-3, position=position),
+    )
+
+
+def test_rows_are_drawn_each_by_its_own_parameters(generator, small_tiles):
+    logits = 2 * torch.randn(4, 130, generator=generator)[:, :100]
+    arguments = parameters(
+        temperature=[0.0, 1.0, 0.7, 1.0],
+        top_k=[0, 3, 0, 0],
+        top_p=[0.0, 0.0, 0.8, 0.0],
+        min_p=[0.0, 0.0, 0.0, 0.2],
+        seed=[1, 2**63 - 1, -(2**63), 7],
+        position=[0, 1, 2, 3],
+    )
+    check(logits, arguments)
+    together, _ = sampling_triton.sample(logits, **arguments)
+    alone = [
+        sampling_triton.sample(logits[i : i + 1], **{k: v[i : i + 1] for k, v in arguments.items()}) for i in range(4)
+    ]
+    assert together.tolist() == [int(token) for token, _ in alone]
+
+
+def test_greedy_takes_the_lowest_of_equals(small_tiles):
+    logits = torch.zeros(1, 200)
+    logits[0, [70, 150]] = 1.0
+    assert sampling_triton.sample(logits, **parameters(temperature=0.0))[0].tolist() == [70]
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 1.0}, {"top_k": 3, "min_p": 1.0}])
+def test_filters_among_equal_weights_keep_the_lowest_ids(filters, small_tiles):
+    """Eight equal tokens: top_k 3 keeps three of them, top_p 0.5 four, min_p 1 all eight."""
+    logits = torch.full((1, 128), -1e4)
+    ids = [2, 9, 60, 63, 64, 65, 100, 127]
+    logits[0, ids] = 0.0
+    kept = {"top_k": 3, "top_p": 4}.get(next(iter(filters)), 8)
+    rows = 16
+    drawn, _ = sampling_triton.sample(
+        logits.expand(rows, -1), **parameters(rows=rows, seed=5, position=list(range(rows)), **filters)
+    )
+    expected = [ids[int(sampling.uniform(5, position) * kept)] for position in range(rows)]
+    assert drawn.tolist() == expected
+
+
+@given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**62))
+@settings(max_examples=50, deadline=None)
+def test_the_uniform_number_is_the_runtimes(seed, position):
+    expected = uniform(np.array([seed], dtype=np.int64).view(np.uint64), np.array([position]))[0]
+    assert sampling.uniform(seed, position) == expected
+
+
+@given(
+    top_k=st.sampled_from([0, 5, 90]),
+    top_p=st.sampled_from([0.0, 0.3, 0.95]),
+    min_p=st.sampled_from([0.0, 0.02]),
+    position=st.integers(0, 10**6),
+)
+@settings(max_examples=40, deadline=None)
+def test_the_reference_draws_what_the_runtime_draws(top_k, top_p, min_p, position):
+    logits = 2 * torch.randn(300, generator=torch.Generator().manual_seed(position))
+    arguments = parameters(temperature=0.8, top_k=top_k, top_p=top_p, min_p=min_p, seed=11, position=position)
+    token = int(sampling.sample(logits[None], **arguments)[0])
+    weights = np.exp((logits.numpy() - logits.max().item()) / np.float32(0.8))
+    ids = kept_ids(weights, top_k=top_k, top_p=top_p, min_p=min_p)
+    ids = np.arange(300) if ids is None else ids
+    cumulative = weights[ids].cumsum(dtype=np.float64)
+    assert token == ids[np.searchsorted(cumulative, sampling.uniform(11, position) * cumulative[-1], side="right")]
