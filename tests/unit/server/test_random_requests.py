@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -14,8 +13,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from soak import SOAK
 
-REQUESTS = 20_000 if os.environ.get("MEGATRON_SOAK") else 2_000
+REQUESTS = 20_000 if SOAK else 2_000
 AT_ONCE = 8
 MODEL = "smollm2-135m"
 GROWTH_BYTES = 64 << 20

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import copy
 import json
-import os
 import random
 from typing import Any
 
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from soak import SOAK
 
-CASES = 20_000 if os.environ.get("MEGATRON_SOAK") else 2_000
+CASES = 20_000 if SOAK else 2_000
 WORDS = [
     "the",
     "llama 🦙",
