@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +21,11 @@ from megatron_runtime.requests.errors import (
     TensorStateDeallocatedError,
     TokenOverflowError,
 )
+from megatron_runtime.sampling.columns import SamplingColumns
 from megatron_runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
 
 __all__ = [
     "ActiveRequestCountOverflowError",
@@ -43,6 +47,7 @@ class Admission(Protocol):
 
     tokens: Int32
     digests: list[bytes]
+    stop_ids: frozenset[int]
 
     @property
     def prompt_length(self) -> int: ...
@@ -50,6 +55,8 @@ class Admission(Protocol):
     def params(self) -> SamplingParams: ...
     @property
     def seed(self) -> int: ...
+    @property
+    def grammar(self) -> GrammarState | None: ...
 
 
 @dataclass(slots=True)
@@ -98,11 +105,7 @@ class DynamicInferenceContext:
         self.num_pages = np.zeros(slots, dtype=np.int32)
         self.prompt_length = np.zeros(slots, dtype=np.int32)
         self.block_tables = np.full((slots, pages), self.allocator.dummy, dtype=np.int32)
-        self.temperature = np.zeros(slots, dtype=np.float32)
-        self.top_k = np.zeros(slots, dtype=np.int32)
-        self.top_p = np.zeros(slots, dtype=np.float32)
-        self.seeds = np.zeros(slots, dtype=np.uint64)
-        self.wants_log_probs = np.zeros(slots, dtype=bool)
+        self.sampling = SamplingColumns(slots)
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
         self._computing: dict[bytes, int] = {}
@@ -151,20 +154,21 @@ class DynamicInferenceContext:
         self.num_tokens[slot] = len(tokens)
         self.num_computed[slot] = self.tokens_of_blocks(matched)
         self.prompt_length[slot] = request.prompt_length
-        self._set_parameters(slot, request.params, request.seed)
+        self.sampling.admit(
+            slot,
+            request.params,
+            seed=request.seed,
+            prompt=tokens[: request.prompt_length],
+            generated=tokens[request.prompt_length :],
+            stop_ids=request.stop_ids,
+            grammar=request.grammar,
+        )
         chain = _Chain(request.digests, list(matched))
         self._chains[slot] = chain
         for digest in chain.missing():
             if digest not in self.prefix_cache:
                 self._computing.setdefault(digest, slot)
         return slot
-
-    def _set_parameters(self, slot: int, params: SamplingParams, seed: int) -> None:
-        self.temperature[slot] = 0.0 if params.is_greedy else params.temperature
-        self.top_k[slot] = params.top_k
-        self.top_p[slot] = params.top_p
-        self.seeds[slot] = np.uint64(seed)
-        self.wants_log_probs[slot] = params.return_log_probs
 
     def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
         """Indices in `slots` of those that have no page for their newest token."""
@@ -183,12 +187,14 @@ class DynamicInferenceContext:
         """One more token for each of `slots`."""
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
+        self.sampling.append(slots, tokens)
 
     def release(self, slot: int) -> None:
         """Free the slot and its pages."""
         held = int(self.num_pages[slot])
         self._stop_computing(slot)
         del self._chains[slot]
+        self.sampling.release(slot)
         self.prefix_cache.release(self.block_tables[slot, :held].copy())
         self.block_tables[slot, :held] = self.allocator.dummy
         self.num_pages[slot] = 0

@@ -6,13 +6,14 @@ No torch here. Not thread-safe: one thread owns an engine.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from itertools import count
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.contexts.dynamic_context import (
     BlockOverflowError,
     DynamicInferenceContext,
@@ -23,11 +24,15 @@ from megatron_runtime.contexts.dynamic_context import (
 from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.engine_request import EngineRequest, EngineStats, FinishReason, OpenRequest, RequestOutput
 from megatron_runtime.engines.executor import Executor, StepPlan, StepResult
+from megatron_runtime.engines.in_program import EngineInProgram
 from megatron_runtime.engines.scheduler import Scheduler, StepRows
 from megatron_runtime.hashing import block_digests
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
+
+SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
+"""What a suspend may give back."""
 
 
 @dataclass(slots=True)
@@ -36,7 +41,7 @@ class _Totals:
     generation_tokens: int = 0
 
 
-class DynamicInferenceEngine:
+class DynamicInferenceEngine(EngineInProgram):
     """Continuous batching over a paged KV cache.
 
     Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
@@ -49,6 +54,7 @@ class DynamicInferenceEngine:
     def __init__(
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__()
         _refuse_what_is_not_done(config)
         self.executor = executor
         self.config = config
@@ -94,7 +100,7 @@ class DynamicInferenceEngine:
             stop_ids=self._stop_ids(params),
             rank=(params.priority, next(self._arrivals)),
             digests=self._digests(request),
-            reads_cache=self.config.enable_prefix_caching and not _wants_prompt_log_probs(params),
+            reads_cache=self.config.enable_prefix_caching and not params.wants_prompt_log_probs,
             deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
             arrived=now,
             policy_epoch=[(0, self.epoch)],
@@ -121,6 +127,13 @@ class DynamicInferenceEngine:
             raise ValueError("prompt is empty: give at least one token")
         if tokens.min() < 0 or tokens.max() >= self.executor.vocab_size:
             raise ValueError(f"prompt has a token outside the vocabulary of {self.executor.vocab_size}")
+        request.sampling_params.check_vocabulary(self.executor.vocab_size)
+        if request.sampling_params.structured_output is not None and request.grammar is None:
+            raise InvalidSamplingParamsError(
+                "structured_output",
+                request.sampling_params.structured_output["type"],
+                "an engine whose model has a tokenizer",
+            )
         total = request.sampling_params.num_tokens_total
         if total is not None and total <= prompt:
             raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
@@ -160,7 +173,7 @@ class DynamicInferenceEngine:
             stop_ids.update(self.executor.eos_ids)
         elif params.termination_id != IGNORE_EOS:
             stop_ids.add(params.termination_id)
-        return frozenset(stop_ids)
+        return frozenset(token for token in stop_ids if 0 <= token < self.executor.vocab_size)
 
     def _digests(self, request: EngineRequest) -> list[bytes]:
         if not self.config.enable_prefix_caching:
@@ -234,13 +247,22 @@ class DynamicInferenceEngine:
             block_tables=context.block_tables[slots, :width],
             slot_mapping=pages * context.page_size + positions % context.page_size,
             needs_sample=rows.needs_sample,
-            temperature=context.temperature[slots],
-            top_k=context.top_k[slots],
-            top_p=context.top_p[slots],
-            seeds=context.seeds[slots],
-            sample_positions=(context.num_tokens[slots] - context.prompt_length[slots]).astype(np.int64),
-            wants_log_probs=context.wants_log_probs[slots],
+            sampling=context.sampling.rows(
+                slots,
+                generated=context.num_tokens[slots] - context.prompt_length[slots],
+                needs_sample=rows.needs_sample,
+                prompt_targets=self._prompt_targets(rows, starts),
+            ),
         )
+
+    def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:
+        """Prompt tokens whose log-probabilities this step brings, by row."""
+        targets = {}
+        for row in np.flatnonzero(rows.counts > 1).tolist():
+            found = rows.requests[row].prompt_targets(int(starts[row]), int(rows.counts[row]))
+            if found is not None:
+                targets[row] = self.context.tokens[rows.slots[row], found[0] : found[1]]
+        return targets
 
     def collect(self, result: StepResult) -> list[RequestOutput]:
         """Append the sampled tokens, and end what is done."""
@@ -254,6 +276,8 @@ class DynamicInferenceEngine:
             context.register_computed(rows.slots[rows.counts > 1])
         self._totals.prompt_tokens += int(rows.counts.sum()) - len(sampled)
         self._totals.generation_tokens += len(sampled)
+        for row, found in result.prompt_log_probs.items():
+            rows.requests[row].add_prompt_log_probs(found)
         now = self._clock()
         totals = context.num_tokens[rows.slots].tolist()
         outputs = []
@@ -265,11 +289,17 @@ class DynamicInferenceEngine:
                 request.note(Event.GENERATED_TOKEN, {"token_id": token})
             reason = self._finish_reason(request, token, totals[index])
             if reason is None:
-                output = RequestOutput(request.request_id, [token], request.prompt_length)
+                output = RequestOutput(
+                    request.request_id, [token], request.prompt_length, num_cached_tokens=request.num_cached_tokens
+                )
+                if request.params.stop_words:  # the output stage may find that it ends here
+                    output.summary = request.summary(now)
             else:
                 output = self._end(request, reason, [token])
-            if result.log_probs is not None and request.params.return_log_probs:
-                output.new_log_probs = [float(result.log_probs[index])]
+            if reason == "error" and request.grammar is not None:
+                output.error = f"structured output ended at its limits: {request.grammar.failure}"
+            if request.params.wants_log_probs:
+                request.report_log_probs(result.log_probs[index], output)
             outputs.append(output)
         return outputs
 
@@ -278,6 +308,8 @@ class DynamicInferenceEngine:
         """Why a request ends whose newest token is `token`; None if it goes on."""
         if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
             return "stop"
+        if request.grammar is not None and request.grammar.is_complete:
+            return "stop" if request.grammar.failure is None else "error"
         return "length" if total_tokens >= request.max_total_tokens else None
 
     # --- weights and memory -------------------------------------------------------------------------------------
@@ -294,14 +326,37 @@ class DynamicInferenceEngine:
             has_cache = slot >= 0 and bool(self.context.num_computed[slot])
             request.stamp_epoch(epoch, total_tokens=total, has_cache=has_cache)
 
-    def suspend(self) -> None:
-        """Give weights and KV cache back. Requests keep their tokens; their KV is computed again after resume()."""
-        self._scheduler.preempt_all()
-        self.context.clear_prefix_cache()
-        self.executor.release()
+    def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
+        """Give memory back. Requests keep their tokens; their KV stays, goes to host memory, or is computed again
+        after resume(), as kv_cache_management_mode says.
+
+        tags: what to give back, of SUSPEND_TAGS.
+        """
+        unknown = set(tags) - SUSPEND_TAGS
+        if unknown:
+            raise ValueError(f"suspend tags {sorted(unknown)}: choose among {sorted(SUSPEND_TAGS)}")
+        mode = self.config.kv_cache_management_mode
+        if "kv_cache" in tags and mode is KVCacheManagementMode.RECOMPUTE:
+            self._scheduler.preempt_all()
+            self.context.clear_prefix_cache()
+            self.executor.release_kv(None)
+        elif "kv_cache" in tags and mode is KVCacheManagementMode.OFFLOAD:
+            self.executor.release_kv(self.context.held_pages())
+        if "weights" in tags:
+            self.executor.release_weights()
 
     def resume(self) -> None:
+        """Bring back what suspend() gave back. Raises if there is not enough memory, or if weights are not sound."""
         self.executor.load()
+
+    def swap_weights(self, epoch: int) -> None:
+        """The staged weights are in use from here on, as `epoch`. No KV of the old ones is used any more: requests in
+        flight keep their tokens and have their KV computed again.
+        """
+        self.executor.swap_weights()
+        self._scheduler.preempt_all()
+        self.context.clear_prefix_cache()
+        self.set_epoch(epoch)
 
     # --- introspection ------------------------------------------------------------------------------------------
 
@@ -327,11 +382,6 @@ class DynamicInferenceEngine:
         """Pages, prefix cache, slots and queues agree. Raises AssertionError."""
         self.context.check_integrity()
         self._scheduler.check_integrity()
-
-
-def _wants_prompt_log_probs(params: SamplingParams) -> bool:
-    """Then the whole prompt has to be computed: a cached block has no logits."""
-    return not params.skip_prompt_log_probs and (params.return_log_probs or params.top_n_logprobs > 0)
 
 
 def _refuse_what_is_not_done(config: InferenceConfig) -> None:

@@ -11,23 +11,37 @@ import zlib
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_runtime.engines.executor import StepPlan, StepResult
+from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
 from megatron_runtime.engines.faults import FailStep, Faults, InjectedFaultError, SlowStep
+from megatron_runtime.sampling.batch import NO_LOG_PROBS
+from megatron_runtime.sampling.log_probs import LogProbs
 
 
-def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int) -> int:
-    """The token that follows `tokens`: never 0, which ends a sequence."""
-    digest = zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes())
+def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, weights: int = 0) -> int:
+    """The token that follows `tokens`: never 0, which ends a sequence. Other weights answer otherwise."""
+    digest = zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes(), weights)
     return 1 + digest % (vocab_size - 1)
 
 
-def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000) -> list[int]:
+def echo_weights(source: str) -> int:
+    """What stands in for the weights at `source`: equal for equal names; 0, as at the start, for "echo"."""
+    return 0 if source == "echo" else zlib.crc32(source.encode())
+
+
+def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000, weights: int = 0) -> list[int]:
     """What an echo engine answers to `prompt`."""
     tokens = list(prompt)
     for _ in range(length):
-        tokens.append(echo_token(tokens, vocab_size))
+        tokens.append(echo_token(tokens, vocab_size, weights))
     return tokens[len(prompt) :]
+
+
+def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
+    """An echo leaves nothing to chance: every token has the probability 1."""
+    zeros = np.zeros(len(tokens), np.float32)
+    return LogProbs(zeros, tokens[:, None], zeros[:, None])
 
 
 class EchoExecutor:
@@ -55,16 +69,50 @@ class EchoExecutor:
         self._step_seconds = step_seconds
         self._faults = faults or Faults()
         self._steps = 0
+        self.has_weights = False
+        self._weights = 0
+        self._staged: int | None = None
         self._cache: np.ndarray | None = None
+        self._kept: tuple[Int64, np.ndarray] | None = None
 
     def load(self) -> None:
-        self._cache = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
+        self.has_weights = True
+        if self._cache is None:
+            self._cache = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
+            if self._kept is not None:
+                pages, values = self._kept
+                self._pages()[pages] = values
+                self._kept = None
 
-    def release(self) -> None:
+    def release_weights(self) -> None:
+        self.has_weights = False
+        self._staged = None
+
+    def release_kv(self, keep_pages: Int64 | None) -> None:
+        if self._cache is not None and keep_pages is not None:
+            self._kept = keep_pages, self._pages()[keep_pages]
         self._cache = None
 
+    def use_source(self, source: str) -> None:
+        self._weights = echo_weights(source)
+
+    def stage_weights(self, source: str) -> None:
+        self._staged = echo_weights(source)
+
+    def swap_weights(self) -> None:
+        if self._staged is None:
+            raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
+        self._weights, self._staged = self._staged, None
+
+    def drop_staged(self) -> None:
+        self._staged = None
+
+    def _pages(self) -> np.ndarray:
+        assert self._cache is not None
+        return self._cache.reshape(self.num_pages, self.page_size)
+
     def execute(self, plan: StepPlan) -> StepResult:
-        if self._cache is None:
+        if self._cache is None or not self.has_weights:
             raise RuntimeError("execute() before load()")
         self._take_time()
         self._cache[plan.slot_mapping] = plan.token_ids
@@ -74,8 +122,14 @@ class EchoExecutor:
             length = plan.context_lengths[row]
             pages = plan.block_tables[row, : -(-length // self.page_size)]
             slots = (pages[:, None] * self.page_size + offsets).ravel()[:length]
-            tokens[row] = echo_token(self._cache[slots], self.vocab_size)
-        return StepResult(tokens, np.zeros(len(tokens), np.float32) if plan.wants_log_probs.any() else None)
+            tokens[row] = echo_token(self._cache[slots], self.vocab_size, self._weights)
+        sampling = plan.sampling
+        wanted = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
+        return StepResult(
+            tokens,
+            {row: _certain(tokens[row : row + 1]) for row in wanted.tolist()},
+            {row: _certain(targets) for row, targets in sampling.prompt_targets.items()},
+        )
 
     def _take_time(self) -> None:
         """Stand in for arithmetic, with the faults of this step."""

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.sampling.log_probs import LogProbs
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
 
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
+TopLogProbs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length", "abort", "error"]
 EpochSpans = list[tuple[int, int]]
 """(position, epoch): from this position on, among prompt and answer, forward passes ran on the weights of `epoch`."""
@@ -25,6 +30,7 @@ class EngineRequest:
     generated_tokens: int32 [g]; generated elsewhere before: they count, and are never sampled again.
     seed:             with the index of a token it fixes the random number that the token is drawn with.
     deadline_seconds: time left for it, running or waiting; None means no limit.
+    grammar:          what the answer must match, as it stands after `generated_tokens`; None where anything may come.
     """
 
     request_id: int
@@ -33,6 +39,7 @@ class EngineRequest:
     sampling_params: SamplingParams
     seed: int = 0
     deadline_seconds: float | None = None
+    grammar: GrammarState | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,10 @@ class RequestSummary:
 class RequestOutput:
     """What a step brought for one request. With a finish_reason it is the last output of that request.
 
+    new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
+    prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
     error, error_code: why, where the reason is "error".
+    summary: on the last output, and on every one of a request that a stop text may end.
     """
 
     request_id: int
@@ -64,6 +74,9 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     num_cached_tokens: int = 0
     new_log_probs: list[float] | None = None
+    new_top_n_logprobs: list[TopLogProbs] | None = None
+    prompt_log_probs: list[float] | None = None
+    prompt_top_n_logprobs: list[TopLogProbs] | None = None
     error: str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED
     summary: RequestSummary | None = None
@@ -115,6 +128,9 @@ class OpenRequest:
     policy_epoch: EpochSpans = field(default_factory=list)
     kv_cache_epoch: EpochSpans = field(default_factory=list)
     events: list[DynamicInferenceEvent] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_n_logprobs: list[TopLogProbs] = field(default_factory=list)
+    has_reported_prompt: bool = False
 
     @property
     def request_id(self) -> int:
@@ -131,6 +147,38 @@ class OpenRequest:
     @property
     def seed(self) -> int:
         return self.request.seed
+
+    @property
+    def grammar(self) -> GrammarState | None:
+        return self.request.grammar
+
+    def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
+        """Positions (first, end) of the prompt tokens whose log-probabilities come of computing `count` tokens from
+        `start` on; None where none are wanted. An answer that was begun elsewhere had them there.
+        """
+        if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
+            return None
+        if start == 0 and len(self.prompt_log_probs) < self.prompt_length - 1:
+            # Computed anew after a preemption.
+            self.prompt_log_probs.clear()
+            self.prompt_top_n_logprobs.clear()
+        first, end = start + 1, min(start + count + 1, self.prompt_length)
+        return (first, end) if len(self.prompt_log_probs) == start and first < end else None
+
+    def add_prompt_log_probs(self, found: LogProbs) -> None:
+        count = self.params.top_n_logprobs
+        self.prompt_log_probs += found.chosen_N.tolist()
+        self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
+
+    def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
+        """Put a sampled token's log-probabilities into its output; with the first one, those of the prompt."""
+        output.new_log_probs = found.chosen_N.tolist()
+        if self.params.top_n_logprobs:
+            output.new_top_n_logprobs = [found.row(0, self.params.top_n_logprobs)]
+        if self.prompt_log_probs and not self.has_reported_prompt:
+            self.has_reported_prompt = True
+            output.prompt_log_probs = self.prompt_log_probs
+            output.prompt_top_n_logprobs = self.prompt_top_n_logprobs or None
 
     def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
@@ -151,7 +199,7 @@ class OpenRequest:
             decode_seconds=now - first_token,
             policy_epoch=self.policy_epoch,
             kv_cache_epoch=self.kv_cache_epoch,
-            events=self.events,
+            events=list(self.events),
         )
 
 

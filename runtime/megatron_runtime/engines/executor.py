@@ -5,15 +5,18 @@ An executor is one rank, many ranks, or an echo; the scheduler cannot tell.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.sampling.batch import SamplingBatch
+from megatron_runtime.sampling.log_probs import LogProbs
+
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
-Float32 = npt.NDArray[np.float32]
 Bool = npt.NDArray[np.bool_]
 
 
@@ -27,10 +30,7 @@ class StepPlan:
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
     slot_mapping:     int64 [T]; where each token's key and value go: page · page_size + offset.
     needs_sample:     bool [n]; draw a token after the row's last one.
-    temperature, top_k, top_p: [n]; 0 means greedy, off, off.
-    seeds:            uint64 [n]; with sample_positions they fix the random number.
-    sample_positions: int64 [n]; which generated token of the request is drawn.
-    wants_log_probs:  bool [n].
+    sampling:         how, and what to report of it.
     """
 
     token_ids: Int32
@@ -40,20 +40,19 @@ class StepPlan:
     block_tables: Int32
     slot_mapping: Int64
     needs_sample: Bool
-    temperature: Float32
-    top_k: Int32
-    top_p: Float32
-    seeds: npt.NDArray[np.uint64]
-    sample_positions: Int64
-    wants_log_probs: Bool
+    sampling: SamplingBatch
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """tokens: int32 [n], −1 where nothing was sampled. log_probs: float32 [n] of the sampled tokens, or None."""
+    """tokens:           int32 [n], −1 where nothing was sampled.
+    log_probs:        of the rows whose num_log_probs asks for them, by row; one line each.
+    prompt_log_probs: by row of `sampling.prompt_targets`: a line for each target.
+    """
 
     tokens: npt.NDArray[Any]
-    log_probs: Float32 | None = None
+    log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
+    prompt_log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
 
 
 class Executor(Protocol):
@@ -73,10 +72,34 @@ class Executor(Protocol):
     @property
     def num_pages(self) -> int: ...
 
-    def load(self) -> None:
-        """Load weights and allocate the KV pool; also how a released executor comes back."""
+    @property
+    def has_weights(self) -> bool: ...
 
-    def release(self) -> None:
-        """Give weights and KV pool back to the operating system."""
+    def load(self) -> None:
+        """Have verified weights and the KV pool, with what was kept of it: whatever of these is missing.
+
+        Raises, with what was missing still missing: weights that are not sound, or too little memory.
+        """
+
+    def release_weights(self) -> None:
+        """Give the memory of the weights back, of staged ones too."""
+
+    def release_kv(self, keep_pages: Int64 | None) -> None:
+        """Give the KV pool back. What `keep_pages` hold is kept elsewhere, and there again after load()."""
+
+    def use_source(self, source: str) -> None:
+        """load() reads these weights from now on; only while none are loaded."""
+
+    def stage_weights(self, source: str) -> None:
+        """Read and verify weights beside those in use. The only method that may run beside a step, in another thread.
+
+        Raises ValueError naming what differs from the weights in use, with both values.
+        """
+
+    def swap_weights(self) -> None:
+        """The staged weights are in use from here on."""
+
+    def drop_staged(self) -> None:
+        """Forget what was staged, if anything."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...

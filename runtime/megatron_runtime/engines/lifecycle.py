@@ -10,8 +10,11 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
+from megatron_runtime.engines.dynamic_engine import SUSPEND_TAGS
 from megatron_runtime.engines.engine_thread import EngineThread
-from megatron_runtime.wire.headers import SIGNALS, Header
+from megatron_runtime.engines.executor import Executor
+from megatron_runtime.engines.state_events import StateEvents
+from megatron_runtime.wire.headers import Header
 from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit
 from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
 
@@ -35,6 +38,7 @@ LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     Header.SUSPEND: frozenset({_S.PAUSED}),
     Header.RESUME: frozenset({_S.SUSPENDED}),
     Header.STOP: frozenset({_S.PAUSED, _S.SUSPENDED}),
+    Header.UPDATE_WEIGHTS: frozenset({_S.RUNNING, _S.PAUSED}),
 }
 
 PATHS: dict[tuple[EngineState, CoordinatorState], tuple[Header, ...]] = {
@@ -69,28 +73,44 @@ class SingleRank:
 class Lifecycle:
     """State, epoch and fence of one engine. Not thread-safe: used from the event loop, one control message at a time.
 
+    source: the weights of `epoch`, where an UPDATE_WEIGHTS or the coordinator named them.
     acted: how often each signal did its work; a repeated operation id does not count.
     """
 
     def __init__(self, thread: EngineThread, *, ranks: Ranks | None = None) -> None:
-        self.state = EngineState.PAUSED
+        self.events = StateEvents(EngineState.PAUSED)
+        self._state = EngineState.PAUSED
         self.epoch = 0
         self.fence = 0
+        self.source: str | None = None
         self._ranks = ranks or SingleRank()
         self.acted: dict[Header, int] = {}
         self.stopped = asyncio.Event()
         self._thread = thread
         self._answers: dict[str, ControlAck] = {}
-        self._work: dict[Header, Callable[[], Awaitable[None]]] = {
-            Header.PAUSE: thread.pause,
+        self._staged: Control | None = None
+        """The UPDATE_WEIGHTS whose weights are staged and wait for their commit."""
+        self._work: dict[Header, Callable[[Control], Awaitable[None]]] = {
+            Header.PAUSE: lambda _control: thread.pause(),
             Header.SUSPEND: self._suspend,
-            Header.RESUME: self._resume,
+            Header.RESUME: lambda _control: self._resume(),
+            Header.UPDATE_WEIGHTS: self._stage,
         }
         self._undo: dict[Header, Callable[[], Awaitable[None]]] = {
             Header.PAUSE: thread.unpause,
             Header.SUSPEND: self._resume,
-            Header.RESUME: self._suspend,
+            Header.RESUME: lambda: self._suspend(Control(kind=Header.SUSPEND)),
+            Header.UPDATE_WEIGHTS: self._drop_staged,
         }
+
+    @property
+    def state(self) -> EngineState:
+        return self._state
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state = state
+        self.events.enter(state)
 
     @property
     def ranks(self) -> int:
@@ -109,6 +129,7 @@ class Lifecycle:
         if known is not None:
             return known
         self.fence = max(self.fence, control.fence or 0)
+        await self._drop_staged()  # their operation has ended without a commit
         error = await self._act(control)
         ack = ControlAck(
             operation_id=operation_id or "-", ok=error is None, state=self.state, ranks=self.ranks, error=error
@@ -123,20 +144,21 @@ class Lifecycle:
         kind = control.kind
         if kind is Header.SET_GENERATION_EPOCH:
             return None
-        if kind not in SIGNALS:
+        if kind not in LEGAL_FROM:
             return f"{kind.name} is not supported by this engine"
         state = self.settled_state
         if state not in LEGAL_FROM[kind]:
             return f"{kind.name} is not legal in engine state {state.value}"
         if kind is Header.PAUSE and state is not EngineState.RUNNING:
             return None
-        self.state = TRANSITIONS[kind].passing
+        if kind in TRANSITIONS:
+            self.state = TRANSITIONS[kind].passing
         self.acted[kind] = self.acted.get(kind, 0) + 1
         done = False
         try:
             work = self._work.get(kind)
             if work is not None:
-                await work()
+                await work(control)
             done = True
             await self._ranks.confirm(control)
         except Exception as error:
@@ -152,7 +174,10 @@ class Lifecycle:
         """Enter the state that the acknowledged work leads to."""
         if commit.signal is Header.SET_GENERATION_EPOCH:
             if commit.epoch is not None:
-                self.epoch = commit.epoch
+                await self.set_epoch(commit.epoch)
+            return
+        if commit.signal is Header.UPDATE_WEIGHTS:
+            await self._swap(commit)
             return
         transition = TRANSITIONS.get(commit.signal)
         if transition is None or self.state is not transition.passing:
@@ -175,8 +200,55 @@ class Lifecycle:
         if self.state is EngineState.STOPPED:
             self.stopped.set()
 
-    async def _suspend(self) -> None:
-        await self._thread.call(lambda engine: engine.suspend())
+    async def _suspend(self, control: Control) -> None:
+        tags = SUSPEND_TAGS if control.tags is None else control.tags
+        await self._thread.call(lambda engine: engine.suspend(tags))
 
     async def _resume(self) -> None:
         await self._thread.call(lambda engine: engine.resume())
+
+    # --- weights ------------------------------------------------------------------------------------------------
+
+    async def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        await self._thread.call(lambda engine: engine.set_epoch(epoch))
+
+    async def adopt(self, source: str | None, epoch: int) -> None:
+        """Have the weights and the epoch that the coordinator names to an engine that registers.
+
+        Weights that are not loaded are not loaded by this: the next load reads those of `source`.
+        """
+        if source is not None and source != self.source:
+            executor = await self._executor()
+            if executor.has_weights:
+                await asyncio.to_thread(executor.stage_weights, source)
+                await self._thread.call(lambda engine: engine.swap_weights(epoch))
+            else:
+                await self._thread.call(lambda engine: engine.executor.use_source(source))
+            self.source = source
+        if epoch != self.epoch:
+            await self.set_epoch(epoch)
+
+    async def _executor(self) -> Executor:
+        return await self._thread.call(lambda engine: engine.executor)
+
+    async def _stage(self, control: Control) -> None:
+        """Read and verify the new weights, beside the steps that go on."""
+        if control.source is None or control.epoch is None:
+            raise ValueError("source and epoch are wanted")
+        executor = await self._executor()
+        await asyncio.to_thread(executor.stage_weights, control.source)
+        self._staged = control
+
+    async def _drop_staged(self) -> None:
+        if self._staged is not None:
+            self._staged = None
+            await self._thread.call(lambda engine: engine.executor.drop_staged())
+
+    async def _swap(self, commit: ControlCommit) -> None:
+        staged, self._staged = self._staged, None
+        if staged is None or staged.operation_id != commit.operation_id or staged.epoch is None:
+            raise RuntimeError(f"UPDATE_WEIGHTS {commit.operation_id} is committed, but its weights are not staged")
+        epoch = staged.epoch
+        await self._thread.call(lambda engine: engine.swap_weights(epoch))
+        self.epoch, self.source = epoch, staged.source

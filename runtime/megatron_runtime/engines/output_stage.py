@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_runtime.engines.engine_request import RequestOutput
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.engines.engine_request import RequestOutput, RequestSummary, TopLogProbs
+from megatron_runtime.requests.errors import serialize_error
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
 from megatron_runtime.wire.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
 
@@ -77,6 +78,68 @@ class StopMatcher:
 
 
 @dataclass(slots=True)
+class LogProbDetails:
+    """Log-probabilities of one request, by token id. `first` is the number of the first token they tell about: those
+    before it were generated, and reported, elsewhere.
+    """
+
+    first: int
+    chosen: list[float] = field(default_factory=list)
+    top: list[TopLogProbs] = field(default_factory=list)
+    prompt: list[float] | None = None
+    prompt_top: list[TopLogProbs] | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        self.chosen += output.new_log_probs or ()
+        self.top += output.new_top_n_logprobs or ()
+        if output.prompt_log_probs is not None:
+            self.prompt, self.prompt_top = output.prompt_log_probs, output.prompt_top_n_logprobs
+
+    def of_partial(self, start: int, stop: int) -> dict[str, Any]:
+        """The extras of tokens `start` to `stop`; with a request's first ones come those of its prompt."""
+        part = slice(start - self.first, stop - self.first)
+        extras: dict[str, Any] = {"log_probs": self.chosen[part]}
+        if self.top:
+            extras["top_n_logprobs"] = self.top[part]
+        if start == self.first:
+            extras.update(self._of_prompt())
+        return extras
+
+    def of_final(self) -> dict[str, Any]:
+        reply: dict[str, Any] = {"generated_log_probs": self.chosen, **self._of_prompt()}
+        if self.top:
+            reply["generated_top_n_logprobs"] = self.top
+        if self.first:
+            reply["log_probs_from"] = self.first
+        return reply
+
+    def _of_prompt(self) -> dict[str, Any]:
+        named = {"prompt_log_probs": self.prompt, "prompt_top_n_logprobs": self.prompt_top}
+        return {name: values for name, values in named.items() if values is not None}
+
+
+def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
+    """The `error` of a reply: what happened, and which parameter was at fault where one was."""
+    if isinstance(error, str):
+        return {"code": int(code), "type": code.name, "message": error}
+    told = {"code": int(code), **serialize_error(error)}
+    if isinstance(error, InvalidSamplingParamsError):
+        told["field"] = error.field
+    return told
+
+
+def _told(summary: RequestSummary) -> dict[str, Any]:
+    return {
+        "queue_seconds": summary.queue_seconds,
+        "prefill_seconds": summary.prefill_seconds,
+        "decode_seconds": summary.decode_seconds,
+        "policy_epoch": summary.policy_epoch,
+        "kv_cache_epoch": summary.kv_cache_epoch,
+        "events": [event.serialize() for event in summary.events],
+    }
+
+
+@dataclass(slots=True)
 class OpenRequest:
     """A dispatch under way, as the output stage sees it. `tokens` holds every generated token from the first."""
 
@@ -84,9 +147,8 @@ class OpenRequest:
     params: SamplingParams
     tokens: list[int]
     sent: int
-    epochs: list[list[int]]
     matcher: StopMatcher | None
-    log_probs: list[float] = field(default_factory=list)
+    details: LogProbDetails | None = None
 
 
 class OutputStage:
@@ -111,7 +173,7 @@ class OutputStage:
         self._finish_early = finish_early
         self._detokenizer = detokenizer
 
-    def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int], *, epoch: int) -> None:
+    def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
         matcher = None
         if params.stop_words:
             detokenizer = self._detokenizer()
@@ -125,8 +187,8 @@ class OutputStage:
             params=params,
             tokens=list(generated),
             sent=len(generated),
-            epochs=[[0, epoch]],
             matcher=matcher,
+            details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
         )
 
         self.idle.clear()
@@ -136,16 +198,10 @@ class OutputStage:
         if not self.open:
             self.idle.set()
 
-    def set_epoch(self, epoch: int) -> None:
-        """Tokens from here on are sampled under `epoch`."""
-        for request in self.open.values():
-            request.epochs.append([len(request.tokens), epoch])
-
-    def refuse(self, dispatch: Dispatch, code: ErrorCode, message: str) -> None:
+    def refuse(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
         """End a request that was never begun."""
         self.forget(dispatch.dispatch_id)
-        error = {"code": int(code), "type": code.name, "message": message}
-        reply = {"status": "FAILED", "finish_reason": "error", "error": error}
+        reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}
         self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
 
     def step(self, outputs: Iterable[RequestOutput]) -> None:
@@ -172,8 +228,8 @@ class OutputStage:
             self._send_final(request, output, found)
 
     def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
-        if output.new_log_probs:
-            request.log_probs.extend(output.new_log_probs)
+        if request.details is not None:
+            request.details.take(output)
         for token in output.new_tokens:
             request.tokens.append(token)
             if request.matcher is not None:
@@ -193,15 +249,10 @@ class OutputStage:
             dispatch = request.dispatch
             entries.append(PartialEntry(dispatch.uid, dispatch.dispatch_id, request.sent, upto - request.sent))
             tokens.append(tokens_to_bytes(request.tokens[request.sent : upto]))
-            if request.log_probs:
-                extras[dispatch.uid] = {"log_probs": self._log_probs(request, upto)}
+            if request.details is not None:
+                extras[dispatch.uid] = request.details.of_partial(request.sent, upto)
             request.sent = upto
         self._send(Partial(route, entries, b"".join(tokens), pack(extras) if extras else b"").to_frames())
-
-    @staticmethod
-    def _log_probs(request: OpenRequest, upto: int) -> list[float]:
-        forced = len(request.tokens) - len(request.log_probs)
-        return request.log_probs[max(0, request.sent - forced) : upto - forced]
 
     def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
         failed = output.finish_reason == "error"
@@ -211,16 +262,16 @@ class OutputStage:
             "prompt_length": output.prompt_length,
             "generated_length": len(request.tokens),
             "num_cached_tokens": output.num_cached_tokens,
-            "policy_epoch": request.epochs,
-            "kv_cache_epoch": request.epochs,
         }
+        if output.summary is not None:
+            reply.update(_told(output.summary))
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
             reply["generated_text"] = request.matcher.text[: found.end + keep]
             reply["stop_reason"] = found.text
-        if request.params.return_log_probs:
-            reply["generated_log_probs"] = request.log_probs
+        if request.details is not None:
+            reply.update(request.details.of_final())
         if failed:
-            reply["error"] = {"code": int(ErrorCode.ENGINE_FAILED), "type": "ENGINE_FAILED", "message": output.error}
+            reply["error"] = error_map(output.error_code, output.error or "the request failed")
         dispatch = request.dispatch
         self._send(Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply)).to_frames())

@@ -24,6 +24,8 @@ class EngineSettings:
     kv_cache_memory:   bytes of the KV cache.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks that nobody holds until their memory is needed; "ref_zero" forgets them.
+    kv_cache_mode:     what a suspend does with the KV cache: "persist" keeps it, "offload" moves what is in use to host
+                       memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
     revision:          hash of what this engine was rendered from; shown in the status.
     health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
@@ -48,6 +50,7 @@ class EngineSettings:
     kv_cache_memory: int = 1 << 30
     prefix_caching: bool = True
     prefix_eviction: Literal["lru", "ref_zero"] = "lru"
+    kv_cache_mode: Literal["persist", "offload", "recompute"] = "recompute"
     block_size_tokens: int = 256
     revision: str = ""
     health_port: int | None = None

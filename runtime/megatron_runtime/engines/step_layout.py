@@ -25,7 +25,9 @@ Int64 = npt.NDArray[np.int64]
 class StepLayout:
     """The model's arguments for one step.
 
-    sampled_rows: the plan's rows that need a token, in the order of the model's logits.
+    logit_rows_N:   tokens whose last hidden state is wanted: one for each of sampled_rows, then those of `targets`.
+    sampled_rows:   the plan's rows that need a token, in that order.
+    targets:        (row of the plan, where its prompt targets lie in logit_rows_N).
     """
 
     token_ids_T: torch.Tensor
@@ -33,6 +35,7 @@ class StepLayout:
     logit_rows_N: torch.Tensor
     attention: AttentionBatch
     sampled_rows: Int64
+    targets: list[tuple[int, slice]]
 
 
 def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype) -> StepLayout:
@@ -57,12 +60,21 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype) -> StepLayout
         for i in range(len(decodes), len(rows))
     ]
     is_sampled = plan.needs_sample[rows]
+    logit_rows = [ends[is_sampled] - 1]
+    targets, end = [], int(is_sampled.sum())
+    if plan.sampling.prompt_targets:
+        firsts = dict(zip(rows.tolist(), (ends - counts).tolist(), strict=True))
+        for row, tokens in plan.sampling.prompt_targets.items():
+            logit_rows.append(firsts[row] + np.arange(len(tokens)))
+            targets.append((row, slice(end, end + len(tokens))))
+            end += len(tokens)
     return StepLayout(
         token_ids_T=torch.from_numpy(plan.token_ids[order_T]),
         positions_T=torch.from_numpy(plan.positions[order_T]),
-        logit_rows_N=torch.from_numpy(ends[is_sampled] - 1),
+        logit_rows_N=torch.from_numpy(np.concatenate(logit_rows)),
         attention=AttentionBatch(torch.from_numpy(plan.slot_mapping[order_T]), groups, prefills),
         sampled_rows=rows[is_sampled],
+        targets=targets,
     )
 
 

@@ -8,11 +8,12 @@ import logging
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.contexts.dynamic_context import RequestRefusedError
+from megatron_runtime.contexts.dynamic_context import RequestOverflowError
 from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.engine_request import EngineRequest
@@ -45,6 +46,9 @@ from megatron_runtime.wire.messages import (
 from megatron_runtime.wire.security import PeerKeys
 from megatron_runtime.wire.states import CoordinatorState, EngineState
 
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
 logger = logging.getLogger(__name__)
 
 LOAD_SILENCE_SECONDS = 600.0
@@ -58,6 +62,8 @@ class EngineWorker:
         keys = PeerKeys.load(settings.keys_dir, Role.ENGINE) if settings.keys_dir is not None else None
         self.failure: BaseException | None = None
         self.ended = asyncio.Event()
+        self.joined = asyncio.Event()
+        """Set once it serves, in the state that the coordinator told."""
         self._settings = settings
         self._loaded = loaded
         self._thread = EngineThread(
@@ -87,8 +93,12 @@ class EngineWorker:
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self._thread, self._lifecycle, loaded.engine.stats))
 
+    @property
+    def lifecycle(self) -> Lifecycle:
+        return self._lifecycle
+
     async def run(self) -> None:
-        """Serve until stop() or a failure of the engine."""
+        """Serve until `ended` is set or the engine fails."""
         self._thread.start()
         health = None
         if self._settings.health_port is not None:
@@ -136,6 +146,7 @@ class EngineWorker:
             serving=self._serving,
             state=self._lifecycle.settled_state,
             epoch=self._lifecycle.epoch,
+            source=self._lifecycle.source,
             fence=self._lifecycle.fence,
             ranks=self._lifecycle.ranks,
             revision=settings.revision,
@@ -148,6 +159,7 @@ class EngineWorker:
         return Heartbeat(
             incarnation=incarnation,
             state=self._lifecycle.state,
+            epoch=self._lifecycle.epoch,
             running=len(self._outputs.open),
             steps=self._thread.steps,
             busy_for=self._busy_for,
@@ -215,8 +227,6 @@ class EngineWorker:
 
     async def _commit(self, commit: ControlCommit) -> None:
         await self._lifecycle.commit(commit)
-        if commit.signal is Header.SET_GENERATION_EPOCH:
-            self._outputs.set_epoch(self._lifecycle.epoch)
         if self._lifecycle.stopped.is_set():
             logger.info("stopped")
             self._drop_all()
@@ -228,12 +238,11 @@ class EngineWorker:
         if self._leaving or ack.state is CoordinatorState.RECOVERING:
             return
         self._lifecycle.fence = max(self._lifecycle.fence, ack.fence)
-        if ack.epoch != self._lifecycle.epoch:
-            self._lifecycle.epoch = ack.epoch
-            self._outputs.set_epoch(ack.epoch)
+        await self._lifecycle.adopt(ack.source, ack.epoch)
         if self._serving:
             await self._lifecycle.converge(ack.state)
             self._link.beat()
+            self.joined.set()
             return
         self._weights_wanted = ack.state is not CoordinatorState.SUSPENDED
         if self._weights_wanted:
@@ -254,8 +263,28 @@ class EngineWorker:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params))
         except (InvalidSamplingParamsError, MalformedMessageError, TypeError, AttributeError) as error:
-            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, str(error))
+            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
             return
+        generated = tokens_from_bytes(dispatch.generated)
+        self._outputs.add(dispatch, params, generated.tolist())
+        if dispatch.dispatch_id not in self._outputs.open:
+            return
+        if params.structured_output is None:
+            self._add(dispatch, params, grammar=None)
+            return
+        # Compiling a grammar may take a while; steps and other requests go on meanwhile.
+        compiled = asyncio.ensure_future(asyncio.to_thread(self._loaded.begin_grammar, params, generated.tolist()))
+        compiled.add_done_callback(lambda future: self._add_compiled(dispatch, params, future))
+
+    def _add_compiled(
+        self, dispatch: Dispatch, params: SamplingParams, compiled: asyncio.Future[GrammarState | None]
+    ) -> None:
+        if compiled.cancelled() or compiled.exception() is not None:
+            self._refuse_if_failed(dispatch, compiled)
+        elif dispatch.dispatch_id in self._outputs.open:
+            self._add(dispatch, params, grammar=compiled.result())
+
+    def _add(self, dispatch: Dispatch, params: SamplingParams, *, grammar: GrammarState | None) -> None:
         request = EngineRequest(
             request_id=dispatch.dispatch_id,
             prompt_tokens=tokens_from_bytes(dispatch.prompt),
@@ -263,19 +292,20 @@ class EngineWorker:
             sampling_params=params,
             seed=dispatch.meta.seed,
             deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
+            grammar=grammar,
         )
-        self._outputs.add(dispatch, params, request.generated_tokens.tolist(), epoch=self._lifecycle.epoch)
-        if dispatch.dispatch_id in self._outputs.open:
-            added = self._thread.call(lambda engine: engine.add_request(request))
-            added.add_done_callback(lambda future: self._refuse_if_failed(dispatch, future))
+        added = self._thread.call(lambda engine: engine.add_request(request))
+        added.add_done_callback(lambda future: self._refuse_if_failed(dispatch, future))
 
-    def _refuse_if_failed(self, dispatch: Dispatch, added: asyncio.Future[None]) -> None:
+    def _refuse_if_failed(self, dispatch: Dispatch, added: asyncio.Future[Any]) -> None:
         error = added.exception() if not added.cancelled() else None
-        if isinstance(error, RequestRefusedError | ValueError):
-            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, str(error))
+        if isinstance(error, RequestOverflowError):
+            self._outputs.refuse(dispatch, ErrorCode.QUEUE_FULL, error)
+        elif isinstance(error, ValueError):
+            self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
         elif error is not None:
             logger.error("a request could not be added: %r", error)
-            self._outputs.refuse(dispatch, ErrorCode.ENGINE_FAILED, f"{type(error).__name__}: {error}")
+            self._outputs.refuse(dispatch, ErrorCode.ENGINE_FAILED, error)
 
     def _on_step(self, outputs: Outputs) -> None:
         self._outputs.step(outputs)

@@ -24,6 +24,10 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x_TK, self._weight, None, "none", [], "")
         return F.linear(x_TK, self._weight)
 
+    def dense(self) -> torch.Tensor:
+        """weight_NK as it was given; a copy where it is packed."""
+        return self._weight.to_dense() if self._packed else self._weight
+
 
 def _can_pack(weight: torch.Tensor) -> bool:
     if weight.device.type != "cpu" or not torch.backends.mkldnn.is_available():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from megatron_runtime.loading.source import GGUFSource, ModelSource
+from megatron_runtime.loading.source import GGUFSource, ModelInMemory, ModelSource
 
 if TYPE_CHECKING:
     import torch
@@ -30,6 +30,9 @@ class Checkpoint(Protocol):
 
 def open_checkpoint(source: ModelSource) -> Checkpoint:
     """Return the checkpoint at `source`. Raises UnsupportedModelError and the format's own error."""
+    if isinstance(source, ModelInMemory):
+        held: Checkpoint = source.checkpoint
+        return held
     if isinstance(source, GGUFSource):
         from megatron_runtime.loading.gguf import GGUFCheckpoint
 

@@ -36,21 +36,26 @@ class SafetensorsCheckpoint:
 def _read_config(directory: Path) -> LlamaConfig:
     path = directory / "config.json"
     values: dict[str, Any] = json.loads(path.read_text())
+    return parse_config(values, ends=_end_tokens(directory, values), where=str(path))
+
+
+def parse_config(values: dict[str, Any], *, ends: tuple[int, ...], where: str) -> LlamaConfig:
+    """The configuration that transformers writes as `values`. Raises UnsupportedModelError naming the field."""
     architectures = values.get("architectures") or []
     if not set(architectures) & set(_ARCHITECTURES):
-        raise UnsupportedModelError(f"{path} has architectures {architectures}: supported is {_ARCHITECTURES[0]}")
+        raise UnsupportedModelError(f"{where} has architectures {architectures}: supported is {_ARCHITECTURES[0]}")
     for flag in ("attention_bias", "mlp_bias"):
         if values.get(flag):
-            raise UnsupportedModelError(f"{path} sets {flag}: linear layers without bias are supported")
+            raise UnsupportedModelError(f"{where} sets {flag}: linear layers without bias are supported")
     if values.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{path} has hidden_act {values['hidden_act']!r}: supported is 'silu'")
+        raise UnsupportedModelError(f"{where} has hidden_act {values['hidden_act']!r}: supported is 'silu'")
     try:
-        return _parse(values, _end_tokens(directory, values), path)
+        return _parse(values, ends, where)
     except KeyError as error:
-        raise UnsupportedModelError(f"{path} has no field {error}, which a Llama needs") from error
+        raise UnsupportedModelError(f"{where} has no field {error}, which a Llama needs") from error
 
 
-def _parse(values: dict[str, Any], ends: tuple[int, ...], path: Path) -> LlamaConfig:
+def _parse(values: dict[str, Any], ends: tuple[int, ...], path: str) -> LlamaConfig:
     heads = values["num_attention_heads"]
     # transformers 5 writes rope_parameters where version 4 wrote rope_theta and rope_scaling.
     rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
@@ -72,7 +77,7 @@ def _parse(values: dict[str, Any], ends: tuple[int, ...], path: Path) -> LlamaCo
     )
 
 
-def _rope_scaling(rope: dict[str, Any], path: Path) -> RopeScaling | None:
+def _rope_scaling(rope: dict[str, Any], path: str) -> RopeScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None

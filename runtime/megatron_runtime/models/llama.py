@@ -51,6 +51,14 @@ class LlamaModel:
             num_heads=config.num_heads, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim
         )
 
+    @property
+    def config(self) -> LlamaConfig:
+        return self._config
+
+    @property
+    def weights(self) -> LlamaWeights:
+        return self._weights
+
     def __call__(
         self,
         token_ids_T: torch.Tensor,
@@ -60,15 +68,18 @@ class LlamaModel:
         cache_LPXE: torch.Tensor,
         rows_N: torch.Tensor,
     ) -> torch.Tensor:
-        """Write the step's keys and values to the cache and return float32 logits_NV of the rows asked for."""
+        """Write the step's keys and values to the cache; return x_ND, last hidden states of the rows asked for."""
         weights = self._weights
         x_TD = F.embedding(token_ids_T, weights.embedding_VD)
         turn = rotation(positions_T, self._frequencies, x_TD.dtype)
         for layer, cache_PXE in zip(weights.layers, cache_LPXE, strict=True):
             x_TD = x_TD + self._attend(layer, self._norm(x_TD, layer.attention_norm_D), turn, cache_PXE, attention)
             x_TD = x_TD + self._feed_forward(layer, self._norm(x_TD, layer.mlp_norm_D))
-        x_ND = self._norm(x_TD.index_select(0, rows_N), weights.norm_D)
-        return weights.head_VD(x_ND).float()
+        return self._norm(x_TD.index_select(0, rows_N), weights.norm_D)
+
+    def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """Return float32 logits_NV of last hidden states."""
+        return self._weights.head_VD(x_ND).float()
 
     def _attend(
         self,

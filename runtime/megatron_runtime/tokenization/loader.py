@@ -36,4 +36,4 @@ def _locate(model: str) -> Path:
         raise TokenizerLoadError(str(error)) from error
     if isinstance(source, GGUFSource):
         return source.path
-    raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.directory}: complete the directory")
+    raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")

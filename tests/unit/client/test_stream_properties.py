@@ -38,7 +38,7 @@ class Engine:
             finish_early=lambda _: setattr(self, "finished_early", True),
             detokenizer=lambda: ByteLevelDetokenizer(lambda token: bytes([token])),
         )
-        self.stage.add(self.dispatch, params, list(submit.generated[::4]), epoch=0)
+        self.stage.add(self.dispatch, params, list(submit.generated[::4]))
 
     def step(self, token: int, *, last: bool) -> None:
         self.stage.step([RequestOutput(self.dispatch.dispatch_id, [token], 1, "length" if last else None)])

@@ -60,11 +60,14 @@ def test_a_model_that_is_not_there_or_not_a_llama_is_refused(make_tiny: MakeTiny
 def test_load_and_release_may_be_repeated(make_tiny: MakeTiny) -> None:
     directory, _ = make_tiny()
     executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=1 << 20)
-    executor.release()
+    executor.release_weights()
+    executor.release_kv(None)
     executor.load()
     executor.load()
-    executor.release()
-    executor.release()
+    executor.release_weights()
+    executor.release_kv(None)
+    executor.release_weights()
+    executor.release_kv(None)
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None
     def fail() -> None:
         raise OSError("device lost")
 
-    rig.executor.release = fail  # type: ignore[method-assign]
+    rig.executor.release_weights = fail  # type: ignore[method-assign]
     ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op"))
     assert not ack.ok
     assert "device lost" in (ack.error or "")

@@ -45,7 +45,7 @@ class Stage:
             send=self._receive, finish_early=self.finished_early.append, detokenizer=ByteDetokenizer
         )
         dispatch = Dispatch(1, UID, 0, RequestMeta(streaming=True), b"", b"", b"")
-        self.stage.add(dispatch, params, generated or [], epoch=0)
+        self.stage.add(dispatch, params, generated or [])
 
     def _receive(self, frames: Frames) -> None:
         message = decode(frames)

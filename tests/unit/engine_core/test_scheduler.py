@@ -81,36 +81,6 @@ def test_a_long_prompt_does_not_hold_up_decodes() -> None:
         assert [output.request_id for output in engine.step()] == [0]
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_suspend_resume_and_aborts_of_neighbours_change_no_answer(data: st.DataObject) -> None:
-    engine = make_engine(pages=60)
-    answers: dict[int, list[int]] = {}
-    lengths = {index: 15 for index in range(10)}
-    for index in lengths:
-        engine.add_request(request(index, [index + 1, 7, 9], 15))
-    aborted = set(data.draw(st.lists(st.sampled_from(sorted(lengths)), max_size=4)))
-    pending = set(aborted)
-    while engine.has_work:
-        event = data.draw(st.sampled_from(["step", "step", "step", "suspend", "abort"]))
-        if event == "suspend":
-            engine.suspend()
-            assert engine.context.usage == 0
-            engine.check_integrity()
-            engine.resume()
-        elif event == "abort" and pending:
-            victim = pending.pop()
-            engine.abort_request(victim)
-            assert not engine.abort_request(victim)
-        else:
-            for output in engine.step():
-                answers.setdefault(output.request_id, []).extend(output.new_tokens)
-        engine.check_integrity()
-    for index, length in lengths.items():
-        if index not in aborted:
-            assert answers[index] == echo_answer([index + 1, 7, 9], length)
-
-
 def test_an_abort_frees_its_pages_at_once() -> None:
     engine = make_engine()
     engine.add_request(request(0, [1] * 40, 100))

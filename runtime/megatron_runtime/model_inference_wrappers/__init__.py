@@ -1,0 +1,1 @@
+"""How a model is run for the steps of an engine."""

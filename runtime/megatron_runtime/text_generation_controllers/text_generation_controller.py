@@ -1,0 +1,131 @@
+"""What stands between text and a model: tokenizing, one step with its samples and log-probabilities, detokenizing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import cached_property
+from threading import Lock
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron_runtime.config import LogprobsMode
+from megatron_runtime.engines.executor import StepPlan, StepResult
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, Float32
+from megatron_runtime.sampling.log_probs import LogProbs, joined, log_probs
+from megatron_runtime.sampling.sampler import apply_edits, filtered_logits, sample
+from megatron_runtime.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import ForwardStep, GPTInferenceWrapper
+    from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
+    from megatron_runtime.tokenization import Detokenizer, Tokenizer
+
+
+class TextGenerationController:
+    """Megatron-Core `TextGenerationController`, over step plans. Text methods may be called from any thread.
+
+    inference_wrapped_model: None while the weights are given back.
+    padded_vocab_size: width of the model's logits, which may exceed the tokenizer's vocabulary; None while unknown.
+    tokenizer:     of the model, or what makes it when it is first needed.
+    logprobs_mode: "raw_logprobs" of the model's own logits, "processed_logprobs" of what tokens are drawn from.
+    """
+
+    def __init__(
+        self,
+        inference_wrapped_model: GPTInferenceWrapper | None,
+        tokenizer: Tokenizer | Callable[[], Tokenizer],
+        *,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
+    ) -> None:
+        self.inference_wrapped_model = inference_wrapped_model
+        self.padded_vocab_size: int | None = None
+        self._make_tokenizer = tokenizer
+        self._is_raw = logprobs_mode == "raw_logprobs"
+        self._grammars: GrammarCompiler | None = None
+        self._grammar_lock = Lock()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        made = self._make_tokenizer
+        return made() if callable(made) else made
+
+    # --- text ---------------------------------------------------------------------------------------------------
+
+    def tokenize_prompt(self, prompt: str, add_BOS: bool = False) -> list[int]:
+        """add_BOS: put the begin-of-sequence token first, whatever the tokenizer does by itself."""
+        ids = self.tokenizer.encode(prompt)
+        bos = self.tokenizer.bos_id
+        return [bos, *ids] if add_BOS and bos is not None and ids[:1] != [bos] else ids
+
+    def detokenize(self, tokens: Iterable[int]) -> str:
+        return self.tokenizer.decode(tokens)
+
+    def detokenizer(self) -> Detokenizer:
+        """A fresh incremental decoder."""
+        return self.tokenizer.detokenizer()
+
+    def begin_grammar(self, params: SamplingParams, generated: Sequence[int] = ()) -> GrammarState | None:
+        """Where an answer of `params` stands in its structure after `generated`; None if it has none.
+
+        Raises:
+            InvalidSamplingParamsError: the structure is not valid.
+        """
+        if params.structured_output is None:
+            return None
+        with self._grammar_lock:
+            if self._grammars is None:
+                from megatron_runtime.sampling.structured_output import GrammarCompiler
+
+                vocab_size = self.padded_vocab_size or self.tokenizer.vocab_size
+                self._grammars = GrammarCompiler(self.tokenizer, vocab_size=vocab_size)
+            return self._grammars.begin(params.structured_output, generated)
+
+    # --- a step -------------------------------------------------------------------------------------------------
+
+    def generate_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> StepResult:
+        """Run the plan, and sample the tokens it asks for."""
+        if self.inference_wrapped_model is None:
+            raise RuntimeError("the model's weights are not loaded: load() or resume first")
+        step = self.inference_wrapped_model.run_one_forward_step(plan, cache_LPXE)
+        tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
+        found: dict[int, LogProbs] = {}
+        if len(step.sampled_rows):
+            logits_NV, rows = step.sampled_logits(), step.sampled_rows
+            wanted = np.flatnonzero(plan.sampling.num_log_probs[rows] != NO_LOG_PROBS)
+            # Sampling changes logits in place; raw log-probabilities are of what they were before.
+            reported = {int(rows[i]): self._reported(logits_NV[i].copy(), plan, int(rows[i])) for i in wanted}
+            tokens[rows] = sample(logits_NV, plan.sampling, rows)
+            found = {
+                row: log_probs(logits_V[None], tokens[row : row + 1], top_n=int(plan.sampling.num_log_probs[row]))
+                for row, logits_V in reported.items()
+            }
+        return StepResult(tokens, found, _of_prompts(step, plan))
+
+    def _reported(self, logits_V: Float32, plan: StepPlan, row: int) -> Float32:
+        """The logits that the log-probabilities of `row` are made of."""
+        if self._is_raw:
+            return logits_V
+        batch = plan.sampling
+        edits = batch.edits.get(row)
+        if edits is not None:
+            apply_edits(logits_V, edits)
+        return filtered_logits(
+            logits_V,
+            temperature=float(batch.temperature[row]),
+            top_k=int(batch.top_k[row]),
+            top_p=float(batch.top_p[row]),
+            min_p=float(batch.min_p[row]),
+        )
+
+
+def _of_prompts(step: ForwardStep, plan: StepPlan) -> dict[int, LogProbs]:
+    """Log-probabilities of prompt tokens. They were not drawn: the model's own logits tell how likely they were."""
+    parts: dict[int, list[LogProbs]] = {}
+    for row, first, logits_NV in step.prompt_logits():
+        targets = plan.sampling.prompt_targets[row][first : first + len(logits_NV)]
+        top_n = max(0, int(plan.sampling.num_log_probs[row]))
+        parts.setdefault(row, []).append(log_probs(logits_NV, targets, top_n=top_n))
+    return {row: joined(found) for row, found in parts.items()}
