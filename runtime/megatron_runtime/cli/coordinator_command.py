@@ -7,7 +7,15 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import DIRECTORY, PORT, Memory, OptionalPort, log_level, readable_errors
+from megatron_runtime.cli.options import (
+    DIRECTORY,
+    PORT,
+    ROUTING_POLICIES,
+    Memory,
+    OptionalPort,
+    log_level,
+    readable_errors,
+)
 
 
 @click.command()
@@ -19,7 +27,7 @@ from megatron_runtime.cli.options import DIRECTORY, PORT, Memory, OptionalPort, 
 @click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
 @click.option(
     "--routing-policy",
-    type=click.Choice(["LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix"]),
+    type=click.Choice(ROUTING_POLICIES),
     default="LoadBalanced",
     show_default=True,
 )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from contextlib import closing
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -15,8 +18,15 @@ from megatron_runtime.cli.api_client import ApiClient, connection_options
 @connection_options
 @click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
 @click.option("--temperature", type=click.FloatRange(min=0), default=0, show_default=True, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
 @click.option("--seed", type=int, help="Makes a sampled answer repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
+@click.option(
+    "--schema",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="A file with a JSON schema that the answer must follow.",
+)
+@click.option("--regex", help="A regular expression that the answer must match.")
 def command(
     *,
     prompt: str,
@@ -25,8 +35,11 @@ def command(
     api_key: str | None,
     max_tokens: int,
     temperature: float,
+    top_p: float | None,
     seed: int | None,
     stop: tuple[str, ...],
+    schema: Path | None,
+    regex: str | None,
 ) -> None:
     """Continue PROMPT (- reads it from standard input) and print the text as it comes."""
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -36,10 +49,20 @@ def command(
         "prompt": text,
         "max_tokens": max_tokens,
         "temperature": temperature,
+        "top_p": top_p,
         "seed": seed,
         "stop": list(stop) or None,
+        "guided_json": None if schema is None else _read_schema(schema),
+        "guided_regex": regex,
     }
     with closing(client.stream("completions", body)) as choices:
         for choice in choices:
             click.echo(choice["text"], nl=False)
     click.echo()
+
+
+def _read_schema(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise click.BadParameter(f"{str(path)!r} is not valid JSON: {error}", param_hint="--schema") from error

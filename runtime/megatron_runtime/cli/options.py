@@ -83,6 +83,7 @@ PORT = click.IntRange(0, 65535)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 
 
+ROUTING_POLICIES = ("LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
 
 

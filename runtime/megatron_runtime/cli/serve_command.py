@@ -14,7 +14,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PORT, ApiKeysFile, Memory, readable_errors, tool_call_parser
+from megatron_runtime.cli.options import PORT, ROUTING_POLICIES, ApiKeysFile, Memory, readable_errors, tool_call_parser
 from megatron_runtime.text_generation_server.settings import default_model_name
 
 _LOOPBACK = "127.0.0.1"
@@ -38,6 +38,8 @@ class ServeOptions:
     max_requests: int
     max_tokens: int
     kv_cache_memory: int
+    prefix_caching: bool
+    routing_policy: str
     threads: int | None
     api_keys_file: Path | None
     tool_call_parser: str
@@ -63,6 +65,14 @@ class ServeOptions:
 @click.option("--max-requests", type=click.IntRange(min=1), default=64, show_default=True, help="At once, per engine.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of one step.")
 @click.option("--kv-cache-memory", type=Memory(), default="1Gi", show_default=True, help="Of each engine.")
+@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Keep computed prefixes.")
+@click.option(
+    "--routing-policy",
+    type=click.Choice(ROUTING_POLICIES),
+    default="LoadBalanced",
+    show_default=True,
+    help="How requests are spread over several engines.",
+)
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
 @tool_call_parser
@@ -130,6 +140,7 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
     coordinator = [
         "coordinator",
         *("--listen", _LOOPBACK, "--health-port", "off"),
+        *("--routing-policy", options.routing_policy),
         *("--client-port", str(client_port), "--engine-port", str(engine_port), "--admin-port", str(admin_port)),
         *logs,
     ]
@@ -139,6 +150,7 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         *("--model", options.model, "--executor", options.executor, "--dtype", options.dtype),
         *("--max-requests", str(options.max_requests), "--max-tokens", str(options.max_tokens)),
         *("--kv-cache-memory", str(options.kv_cache_memory), "--threads", str(threads)),
+        "--prefix-caching" if options.prefix_caching else "--no-prefix-caching",
         *(*length, *drain, *logs),
     ]
     server = [

@@ -48,13 +48,13 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(app: object) -> HttpServer:
+def http_server(app: object, *, access_log: bool = False) -> HttpServer:
     """Return the configured HTTP server of an application."""
     return HttpServer(
         uvicorn.Config(
             app,  # type: ignore[arg-type]  # any ASGI callable
-            log_level="warning",
-            access_log=False,
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
             lifespan="off",
             timeout_keep_alive=75,
             timeout_graceful_shutdown=_CLOSE_SECONDS,

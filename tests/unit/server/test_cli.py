@@ -61,6 +61,8 @@ async def test_help_lists_every_command_and_imports_none() -> None:
         (["server", "--coordinator", "h:99999"], ["--coordinator", "99999"]),
         (["server", "--coordinator", "h:1", "--api-keys-file", "/no/such"], ["--api-keys-file", "/no/such"]),
         (["serve", "--engines", "0"], ["--engines", "0"]),
+        (["serve", "--tool-call-parser", "x"], ["--tool-call-parser", "'x'", "'hermes'"]),
+        (["serve", "--routing-policy", "x"], ["--routing-policy", "'x'", "'LongestPrefix'"]),
         (["serve", "--port", "70000"], ["--port", "70000"]),
         (["chat", "--url", "localhost"], ["--url", "'localhost'", "http://host:port"]),
         (["sing"], ["No such command", "'sing'"]),
@@ -104,6 +106,21 @@ async def test_generate_prints_the_text_as_it_comes(running: Any, answer: str) -
         1,
         "Error: The model 'other' does not exist: this server offers 'smollm2'. (HTTP 404)",
     )
+
+
+async def test_generate_asks_for_a_form(running: Any, tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text('{"type": "object"}')
+    code, _, err = await run("generate", "x", "--url", running.url, "--schema", str(schema), "--top-p", "0.5")
+    assert (code, err) == (0, "")
+    params = running.backend.requests[0][1]
+    assert params.structured_output == {"type": "json_schema", "value": {"type": "object"}}
+    assert (await run("generate", "x", "--url", running.url, "--regex", "a+"))[0] == 0
+    assert running.backend.requests[1][1].structured_output == {"type": "regex", "value": "a+"}
+    schema.write_text("{")
+    code, _, err = await run("generate", "x", "--url", running.url, "--schema", str(schema))
+    assert code == 2
+    assert "is not valid JSON" in err
 
 
 async def test_chat_keeps_the_conversation(running: Any, tokenizer: Any, answer: str) -> None:
