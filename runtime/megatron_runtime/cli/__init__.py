@@ -15,6 +15,7 @@ from megatron_runtime.cli.process import end_with_parent
         "serve": "Run everything on this machine: coordinator, engines, OpenAI server.",
         "chat": "Talk to a model in the terminal.",
         "generate": "Complete one prompt.",
+        "bench": "Measure the coordinator, an engine or a server.",
         "coordinator": "Run the coordinator (container entry point).",
         "engine": "Run one engine (container entry point).",
         "server": "Run the OpenAI server (container entry point).",

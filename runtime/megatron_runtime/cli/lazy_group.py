@@ -10,13 +10,20 @@ import click
 
 
 class LazyGroup(click.Group):
-    """Subcommand NAME is the object `command` of the sibling module `NAME_command`.
+    """Subcommand NAME is the object `command` of the module `NAME_command` in `package`.
 
     commands_by_name: the one line of help of each subcommand, in the order of the help page.
     """
 
-    def __init__(self, *args: Any, commands_by_name: Mapping[str, str], **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        commands_by_name: Mapping[str, str],
+        package: str = "megatron_runtime.cli",
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
+        self._package = package
         self._help_by_name = dict(commands_by_name)
 
     def list_commands(self, ctx: click.Context) -> list[str]:
@@ -25,7 +32,7 @@ class LazyGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._help_by_name:
             return None
-        module = import_module(f"megatron_runtime.cli.{cmd_name}_command")
+        module = import_module(f"{self._package}.{cmd_name}_command")
         command: click.Command = module.command
         return command
 

@@ -1,0 +1,239 @@
+"""The loads of `megatron bench coordinator`, each on a coordinator in a process of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import psutil
+
+from megatron_runtime.cli.bench.lean_peers import LeanClient, LeanEngine, LeanPeer
+from megatron_runtime.cli.bench.report import Figure, percentile
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import tokens_from_bytes, tokens_to_bytes
+
+SHARED_PREFIXES = 8
+DISTINCT_PROMPTS = 512
+WINDOW = 16
+"""Requests that a client of the closed loop has open at once."""
+STREAMS = 64
+STEPS_AHEAD = 16
+"""Messages of partials on their way at once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """clients, engines: how many. requests: of each part. prompt_tokens: of each. rate: requests/s of the open loop."""
+
+    clients: int = 8
+    engines: int = 4
+    requests: int = 10_000
+    prompt_tokens: int = 1024
+    rate: int = 1000
+
+
+class Bench:
+    """One coordinator with longest-prefix routing, and who talks to it."""
+
+    def __init__(self, options: LoadOptions) -> None:
+        self.options = options
+        settings = CoordinatorSettings(
+            listen="127.0.0.1",
+            client_port=0,
+            engine_port=0,
+            admin_port=0,
+            routing_policy=RoutingPolicy.LONGEST_PREFIX,
+            timing=Timing(recovery=0.0),
+        )
+        begun = time.perf_counter()
+        self.coordinator: CoordinatorProcess = spawn_coordinator(settings)
+        self.start_seconds = time.perf_counter() - begun
+        self.process = psutil.Process(self.coordinator.pid)
+        rng = random.Random(1)
+        half = options.prompt_tokens // 2
+        prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
+        self.prompts = [
+            tokens_to_bytes(rng.choice(prefixes) + rng.choices(range(50_000), k=options.prompt_tokens - half))
+            for _ in range(DISTINCT_PROMPTS)
+        ]
+
+    def close(self) -> None:
+        self.coordinator.stop()
+
+    def cpu_seconds(self) -> float:
+        """Of all threads of the coordinator so far."""
+        times = self.process.cpu_times()
+        return times.user + times.system
+
+    @asynccontextmanager
+    async def peers(
+        self, *, clients: int, engines: int, answers: bool = True
+    ) -> AsyncIterator[tuple[list[LeanClient], list[LeanEngine]]]:
+        addresses = self.coordinator.addresses
+        most = max(STREAMS, self.options.clients * WINDOW)
+        engine_peers = [
+            LeanEngine(addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
+            for number in range(engines)
+        ]
+        client_peers = [LeanClient(addresses[Role.CLIENT], f"client-{number}") for number in range(clients)]
+        peers: list[LeanPeer] = [*engine_peers, *client_peers]
+        try:
+            await asyncio.wait_for(asyncio.gather(*(peer.registered.wait() for peer in peers)), 30)
+            yield client_peers, engine_peers
+        finally:
+            for peer in peers:
+                await peer.close()
+
+
+async def run(options: LoadOptions) -> list[Figure]:
+    """All parts, one after the other, on one coordinator."""
+    bench = Bench(options)
+    try:
+        await asyncio.sleep(1)  # until a fresh process is idle
+        figures = [
+            Figure("start_seconds", "start to address", bench.start_seconds, "s", "< 0.7"),
+            Figure("idle_rss_mib", "memory, idle", bench.process.memory_info().rss / (1 << 20), "MiB", "< 80"),
+        ]
+        figures += await sequential(bench)
+        figures += await throughput(bench)
+        figures += await added_latency(bench)
+        figures += await partials(bench)
+        return figures
+    finally:
+        bench.close()
+
+
+async def sequential(bench: Bench) -> list[Figure]:
+    """One inference client, one request at a time, answered at once."""
+    async with bench.peers(clients=0, engines=1):
+        client = InferenceClient(bench.coordinator.addresses[Role.CLIENT], deserialize=False)
+        await client.start()
+        try:
+            latencies = []
+            for number in range(min(bench.options.requests, 2000)):
+                prompt = tokens_from_bytes(bench.prompts[number % DISTINCT_PROMPTS]).tolist()
+                begun = time.perf_counter()
+                await client.add_request(prompt, SamplingParams(num_tokens_to_generate=1))
+                latencies.append((time.perf_counter() - begun) * 1000)
+        finally:
+            client.stop()
+    return [
+        Figure("sequential_p50_ms", "one client in sequence, p50", percentile(latencies, 50), "ms", "≤ 0.5"),
+        Figure("sequential_p99_ms", "one client in sequence, p99", percentile(latencies, 99), "ms"),
+    ]
+
+
+async def throughput(bench: Bench) -> list[Figure]:
+    """Closed loop: every client keeps WINDOW requests open."""
+    options = bench.options
+    done = asyncio.Event()
+    left = submitted = 0
+    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, _):
+
+        def submit(client: LeanClient) -> None:
+            nonlocal submitted
+            client.submit(bench.prompts[submitted % DISTINCT_PROMPTS])
+            submitted += 1
+
+        def answered(client: LeanClient) -> None:
+            nonlocal left
+            left -= 1
+            if submitted < options.requests:
+                submit(client)
+            elif left == 0:
+                done.set()
+
+        for client in clients:
+            client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
+        left = options.requests
+        cpu, begun = bench.cpu_seconds(), time.perf_counter()
+        for number in range(min(options.requests, WINDOW * len(clients))):
+            submit(clients[number % len(clients)])
+        await done.wait()
+        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds() - cpu
+    tokens = f"{options.prompt_tokens}-token prompts"
+    return [
+        Figure("requests_per_second", f"requests, {tokens}, {options.clients} clients", submitted / seconds, "1/s"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", cpu / submitted * 1e6, "µs", "≤ 100"),
+    ]
+
+
+async def added_latency(bench: Bench) -> list[Figure]:
+    """Open loop at a rate: what a request and its answer spend between client and engine, both ways."""
+    options = bench.options
+    sent: dict[bytes, float] = {}
+    received: dict[bytes, float] = {}
+    count = min(options.requests, options.rate * 5)
+    done = asyncio.Event()
+    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, engines):
+
+        def answered(uid: bytes) -> None:
+            received[uid] = time.perf_counter()
+            if len(received) == count:
+                done.set()
+
+        for client in clients:
+            client.on_final = answered
+        for engine in engines:
+            engine.stamps = True
+        begun = time.perf_counter()
+        for number in range(count):
+            due = begun + number / options.rate
+            if (early := due - time.perf_counter()) > 0:
+                await asyncio.sleep(early)
+            now = time.perf_counter()
+            sent[clients[number % len(clients)].submit(bench.prompts[number % DISTINCT_PROMPTS])] = now
+        await done.wait()
+        taken = {uid: stamps for engine in engines for uid, stamps in engine.taken.items()}
+    added = [(taken[uid][0] - sent[uid] + received[uid] - taken[uid][1]) * 1000 for uid in received]
+    at = f"at {options.rate:,} requests/s"
+    return [
+        Figure("added_p50_ms", f"added latency {at}, p50", percentile(added, 50), "ms"),
+        Figure("added_p99_ms", f"added latency {at}, p99", percentile(added, 99), "ms", "≤ 0.3"),
+    ]
+
+
+async def partials(bench: Bench) -> list[Figure]:
+    """One engine that generates for STREAMS streams of one client: one message a step."""
+    steps = max(1, bench.options.requests // STREAMS * 4)
+    async with bench.peers(clients=1, engines=1, answers=False) as ([client], [engine]):
+        uids = [client.submit(bench.prompts[number], streaming=True) for number in range(STREAMS)]
+        while len(engine.open) < STREAMS:  # noqa: ASYNC110 - filled by a socket's callback
+            await asyncio.sleep(0.01)
+        done = asyncio.Event()
+        sent = received = 0
+
+        def step() -> None:
+            nonlocal sent
+            engine.send_step(sent)
+            sent += 1
+
+        def arrived() -> None:
+            nonlocal received
+            received += 1
+            if sent < steps:
+                step()
+            elif received == steps:
+                done.set()
+
+        client.on_partial = arrived
+        cpu, begun = bench.cpu_seconds(), time.perf_counter()
+        for _ in range(min(STEPS_AHEAD, steps)):
+            step()
+        await done.wait()
+        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds() - cpu
+        for uid in uids:
+            client.abort(uid)
+    what = f"coordinator's CPU per partial, {STREAMS} streams a message"
+    return [
+        Figure("partials_per_second", "partials forwarded", steps * STREAMS / seconds, "1/s"),
+        Figure("cpu_us_per_partial", what, cpu / (steps * STREAMS) * 1e6, "µs", "≤ 10"),
+    ]
