@@ -80,6 +80,10 @@ class FakeCoordinator:
     open: Signal | None = None
     all_draining: bool = False
     queue: int = 0
+    idle: float = 0.0
+    epoch: int = 0
+    sources: list[str] = field(default_factory=list)
+    bad_sources: set[str] = field(default_factory=set)
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
 
     def receive(self, signal: Signal) -> None:
@@ -102,7 +106,13 @@ class FakeCoordinator:
         """Every rank confirms what is open."""
         if self.open is None:
             return
+        if self.open.source in self.bad_sources:
+            self.fail(f"rank 0: no weights at {self.open.source}")
+            return
         signal, self.open = self.open, None
+        if signal.epoch is not None:
+            self.epoch = signal.epoch
+            self.sources.append(str(signal.source))
         ranks = len(self.engines)
         self.operations[signal.operation_id] = OperationReport(
             OperationOutcome.CONFIRMED, signal.kind, confirmed_ranks=ranks, total_ranks=ranks
@@ -115,7 +125,8 @@ class FakeCoordinator:
             self.all_draining = False
             for engine in self.engines.values():
                 engine.draining = False
-        if signal.kind is not SignalKind.PAUSE or self.state is CoordinatorState.RUNNING:
+        moves = signal.kind is not SignalKind.PAUSE or self.state is CoordinatorState.RUNNING
+        if moves and signal.kind in SIGNAL_TARGET:
             self.state = SIGNAL_TARGET[signal.kind]
 
     def fail(self, message: str, *, code: int = 0) -> None:
@@ -130,6 +141,8 @@ class FakeCoordinator:
             reachable=True,
             incarnation="1",
             state=self.state,
+            epoch=self.epoch,
+            idle_seconds=self.idle,
             fence=self.fence,
             operations=dict(self.operations),
             engines=tuple(

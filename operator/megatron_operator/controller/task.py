@@ -104,7 +104,7 @@ class ResourceTask:
         if resource is None:
             return None
         decision = await self._decide(resource)
-        parts.link.expect_change(bool(decision.status.get("plan", {}).get("waitingOn")))
+        parts.link.expect_change(decision.attentive)
         self._log_decision(decision)
         if not await self._persist(resource, decision.status):
             return self._again()

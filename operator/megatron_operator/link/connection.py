@@ -105,6 +105,8 @@ class CoordinatorLink:
         self._reply: StatusReply | None = None
         self._in_flight: dict[str, _InFlight] = {}
         self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._busy_at: float | None = None
+        """When a request was last seen; None before the first answer."""
         self._canaries: dict[str, Canary] = {}
         self._canary_reports: dict[str, CanaryReport] = {}
         self._error = "no address yet"
@@ -140,7 +142,12 @@ class CoordinatorLink:
         """What the coordinator last said, or that it says nothing."""
         if self._reply is None or not self._registered.is_set():
             return CoordinatorSnapshot(error=self._error)
-        return snapshot_of(self._reply, refusals=self._refusals, canaries=self._canary_reports)
+        return snapshot_of(
+            self._reply, refusals=self._refusals, canaries=self._canary_reports, idle_seconds=self._idle_seconds()
+        )
+
+    def _idle_seconds(self) -> float:
+        return 0.0 if self._busy_at is None else self._clock() - self._busy_at
 
     async def refresh(self, *, expected: bool = False) -> CoordinatorSnapshot:
         """A snapshot not older than this call; unreachable when there is no answer in time.
@@ -194,6 +201,8 @@ class CoordinatorLink:
             timeout_seconds=timeout,
             expected_engines=signal.expected_engines,
             engine=signal.engine,
+            source=signal.source,
+            epoch=signal.epoch,
         )
         if not self._send(message):
             return False
@@ -389,6 +398,8 @@ class CoordinatorLink:
     def _on_status(self, reply: StatusReply) -> None:
         before = without_traffic(self.snapshot)
         self._reply = reply
+        if self._busy_at is None or reply.queued or any(engine.in_flight for engine in reply.engines):
+            self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
         self._drop_lost({operation.operation_id for operation in reply.operations})

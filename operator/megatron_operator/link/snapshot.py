@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from megatron_operator.model.states import OperationOutcome, SignalKind
+from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, OperationReport
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
@@ -16,9 +16,10 @@ def snapshot_of(
     *,
     refusals: Mapping[str, OperationReport],
     canaries: Mapping[str, CanaryReport] | None = None,
+    idle_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
     """`refusals` are answers that the coordinator gave at once and need not remember; what it remembers wins.
-    `canaries` are the link's own."""
+    `canaries` and `idle_seconds` are the link's own."""
     operations = dict(refusals)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
     return CoordinatorSnapshot(
@@ -44,13 +45,16 @@ def snapshot_of(
         ),
         queue_length=reply.queued,
         canaries=dict(canaries or {}),
+        idle_seconds=idle_seconds,
     )
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """The part whose change is worth waking a task: nothing that moves with every request."""
+    """The part whose change is worth waking a task: nothing that moves with every request, but that there is one while
+    everything sleeps."""
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
-    return replace(snapshot, queue_length=0, engines=engines)
+    waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
+    return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, engines=engines)
 
 
 def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:

@@ -49,6 +49,10 @@ class Reason(Documented):
     SERVER_STARTING = "ServerStarting", "No OpenAI front end is ready yet."
     ENGINES_STARTING = "EnginesStarting", "Engine pods start or load weights."
     ENGINE_LOST = "EngineLost", "An engine has a ready pod and is not registered at its coordinator."
+    REFRESHING_WEIGHTS = (
+        "RefreshingWeights",
+        "Engines load other weights of one model in place, without a restart.",
+    )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another by the spec's new revision."
     CANARY_FAILED = "CanaryFailed", "A replaced engine answers wrongly; the rollout stops there until the spec changes."

@@ -181,10 +181,10 @@ class ModelSpec(ApiModel):
 
 class WeightsSpec(ApiModel):
     revision: str = Field(
-        description="Fills {revision} in the path of the model's source.",
+        description="Fills {revision} in the path of the model's source. A change refreshes the weights in place.",
         min_length=1,
-        max_length=200,
-        pattern=r"^[\w.-]+$",
+        max_length=63,
+        pattern=r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
     )
 
 
@@ -291,7 +291,14 @@ class SuspendSpec(ApiModel):
     )
     wake_on_request: bool = Field(
         default=False,
-        description="A request that arrives while suspended makes the resource run again, until the spec next changes.",
+        description="A request that arrives while suspended makes the resource run again, until it is idle or the spec "
+        "changes.",
+    )
+    idle_seconds: int = Field(
+        default=600,
+        ge=10,
+        le=31_536_000,
+        description="A resource that a request woke is suspended again when it had no request for this long.",
     )
 
 

@@ -59,12 +59,15 @@ class SignalKind(StrEnum):
     RESUME = "RESUME"
     STOP = "STOP"
     DRAIN = "DRAIN"
+    UPDATE_WEIGHTS = "UPDATE_WEIGHTS"
 
 
 def _legal_in(kind: SignalKind) -> frozenset[CoordinatorState]:
-    """Where a signal may be said: the wire's own table, and DRAIN, which moves no state."""
+    """Where a signal may be said: the wire's own table, and what moves no state."""
     if kind is SignalKind.DRAIN:
         return frozenset({CoordinatorState.RUNNING})
+    if kind is SignalKind.UPDATE_WEIGHTS:
+        return frozenset({CoordinatorState.RUNNING, CoordinatorState.PAUSED})
     transition = TRANSITIONS[Header[kind]]
     return transition.legal_from | transition.idempotent_in
 

@@ -39,6 +39,9 @@ class Lifecycle(ApiModel):
     confirmed_ranks: int | None = Field(default=None, description="Ranks that confirmed.")
     total_ranks: int | None = Field(default=None, description="Ranks that were asked.")
     message: str | None = Field(default=None, description="The coordinator's error, if it failed.")
+    weights: str | None = Field(default=None, description="UPDATE_WEIGHTS: revision of the weights.")
+    source: str | None = Field(default=None, description="UPDATE_WEIGHTS: where engines find them.")
+    epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: the epoch they become.")
     refused: bool | None = Field(default=None, description="It failed without having done anything.")
     since: str | None = Field(
         default=None, description="When it was started, confirmed or failed.", json_schema_extra=TIME
@@ -46,6 +49,11 @@ class Lifecycle(ApiModel):
     woken_generation: int | None = Field(
         default=None, description="Generation at which a request woke the suspended resource."
     )
+
+
+class WeightsStatus(ApiModel):
+    revision: str = Field(description="Revision of the weights that engines hold.")
+    model: str = Field(description="Hash of the model they are weights of.")
 
 
 class Plan(ApiModel):
@@ -104,6 +112,7 @@ class MegatronInferenceStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     )
     lifecycle: Lifecycle | None = Field(default=None, description="The verb under way, or the last one.")
+    weights: WeightsStatus | None = Field(default=None, description="What spec.weights has become of.")
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent when nothing.")
     engines: list[EngineStatus] | None = Field(
         default=None,

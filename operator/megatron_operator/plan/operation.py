@@ -48,6 +48,10 @@ class Operation:
     confirmed_ranks: int | None = None
     total_ranks: int | None = None
     message: str | None = None
+    weights: str | None = None
+    """UPDATE_WEIGHTS: the revision of the weights; `source` is where they are, `epoch` what they become."""
+    source: str | None = None
+    epoch: int | None = None
     refused: bool = False
     """Failed without having done anything."""
 
@@ -71,6 +75,9 @@ class Operation:
             "confirmedRanks": self.confirmed_ranks,
             "totalRanks": self.total_ranks,
             "message": self.message,
+            "weights": self.weights,
+            "source": self.source,
+            "epoch": self.epoch,
             "refused": self.refused or None,
             "since": self.since,
         }
@@ -92,6 +99,9 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
         confirmed_ranks=lifecycle.get("confirmedRanks"),
         total_ranks=lifecycle.get("totalRanks"),
         message=lifecycle.get("message"),
+        weights=lifecycle.get("weights"),
+        source=lifecycle.get("source"),
+        epoch=lifecycle.get("epoch"),
         refused=bool(lifecycle.get("refused", False)),
     )
 
@@ -115,10 +125,16 @@ def resolve(operation: Operation | None, world: World, desired: DesiredState) ->
         return None
     changed_goal = operation.goal is not desired
     if operation.phase is Phase.PENDING:
-        obsolete = changed_goal or (
-            world.coordinator.reachable
-            and world.coordinator.state not in UNSETTLED
-            and operation.signal not in LEGAL_SIGNALS[world.coordinator.state]
+        weights = world.resource.spec.weights
+        other_weights = operation.weights is not None and (weights is None or weights.revision != operation.weights)
+        obsolete = (
+            changed_goal
+            or other_weights
+            or (
+                world.coordinator.reachable
+                and world.coordinator.state not in UNSETTLED
+                and operation.signal not in LEGAL_SIGNALS[world.coordinator.state]
+            )
         )
         return None if obsolete else operation
     if operation.open:
@@ -153,8 +169,12 @@ def _forgotten(operation: Operation, coordinator: CoordinatorSnapshot, now: str)
     """The coordinator does not know the id: the signal never arrived, or the coordinator is a new one."""
     if coordinator.state in UNSETTLED:
         return replace(operation, phase=Phase.UNKNOWN)
+    if operation.epoch is not None and coordinator.epoch >= operation.epoch:
+        return replace(operation, phase=Phase.CONFIRMED, since=now)
     if operation.signal in LEGAL_SIGNALS[coordinator.state]:
         return replace(operation, phase=Phase.SUBMITTED)
+    if operation.signal not in SIGNAL_TARGET:
+        return None
     stop_left_engines = operation.signal is SignalKind.STOP and any(e.serving for e in coordinator.engines)
     if coordinator.state is SIGNAL_TARGET[operation.signal] and not stop_left_engines:
         return replace(operation, phase=Phase.CONFIRMED, since=now)
@@ -173,5 +193,7 @@ def signal_of(operation: Operation, world: World, *, deadline_seconds: float | N
         fence=world.fence,
         expected_engines=sum(engine.serving for engine in world.coordinator.engines),
         engine=operation.engine,
+        source=operation.source,
+        epoch=operation.epoch,
         deadline_seconds=deadline_seconds,
     )

@@ -14,6 +14,7 @@ from megatron_operator.render.context import (
     LABEL_ENGINE,
     LABEL_POD_INDEX,
     LABEL_REVISION,
+    LABEL_WEIGHTS,
 )
 from megatron_operator.render.revision import KIND as REVISION_KIND
 
@@ -97,6 +98,7 @@ def reduce_pod(obj: Object) -> PodView:
         ready=ready is not None and ready.get("status") == "True",
         deleting=metadata.get("deletionTimestamp") is not None,
         revision=labels.get(LABEL_REVISION, ""),
+        weights=labels.get(LABEL_WEIGHTS, ""),
         restarts=sum(int(entry.get("restartCount") or 0) for entry in status.get("containerStatuses") or ()),
         reason=reason,
         message=message,

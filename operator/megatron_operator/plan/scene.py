@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -24,7 +24,7 @@ from megatron_operator.plan.verbs import AGREEING
 from megatron_operator.plan.world import ChildRef, ChildView, EngineReport, Manifest, PodView, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import shared_children
-from megatron_operator.render.context import ENGINE, InvalidPodTemplate, RenderContext, manifest_hash
+from megatron_operator.render.context import ENGINE, SERVER, InvalidPodTemplate, RenderContext, manifest_hash
 from megatron_operator.render.engine import engine_revision, engine_statefulset
 from megatron_operator.render.model_source import model_hash
 
@@ -88,8 +88,33 @@ class Scene:
 
     @cached_property
     def ctx(self) -> RenderContext:
+        """The spec, with the weights that engines hold rather than those they are to get."""
         resource = self.world.resource
-        return RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self.world.settings)
+        spec, held = resource.spec, self.weights_held
+        if held is not None and spec.weights is not None:
+            spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": held})})
+        return RenderContext(resource.name, resource.namespace, resource.uid, spec, self.world.settings)
+
+    @cached_property
+    def weights_held(self) -> str | None:
+        """Revision of the weights that engines serve with; None while none ever did, and pods start with the spec's."""
+        found = self.operation
+        if found is not None and found.weights is not None and found.phase is LifecyclePhase.CONFIRMED:
+            return found.weights
+        held = self.status.get("weights") or {}
+        return held.get("revision") if held.get("model") == self.model_identity else None
+
+    @cached_property
+    def model_identity(self) -> str:
+        resource = self.world.resource
+        plain = RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self.world.settings)
+        return model_hash(plain)
+
+    @cached_property
+    def weights_due(self) -> str | None:
+        """Revision of the weights that engines are to be given in place; None when they hold it."""
+        wanted, held = self.world.resource.spec.weights, self.weights_held
+        return wanted.revision if wanted is not None and held not in (None, wanted.revision) else None
 
     @cached_property
     def status(self) -> Mapping[str, Any]:
@@ -110,8 +135,24 @@ class Scene:
         if spec.replicas == 0:
             return False
         already = self.lifecycle.get("wokenGeneration") == self.world.resource.generation
+        if already and self.idle_in is not None and self.idle_in <= 0:
+            return False
         suspended = coordinator.reachable and coordinator.state is CoordinatorState.SUSPENDED
         return already or (suspended and coordinator.queue_length > 0)
+
+    @property
+    def may_wake(self) -> bool:
+        """A request may wake the resource at any moment."""
+        suspend = self.world.resource.spec.lifecycle.suspend
+        return suspend.wake_on_request and self.desired is DesiredState.SUSPENDED
+
+    @cached_property
+    def idle_in(self) -> float | None:
+        """Seconds until a woken resource that gets no request sleeps again; None while that cannot be known."""
+        coordinator = self.world.coordinator
+        if not coordinator.reachable:
+            return None
+        return self.world.resource.spec.lifecycle.suspend.idle_seconds - coordinator.idle_seconds
 
     @cached_property
     def desired(self) -> DesiredState:
@@ -334,9 +375,20 @@ class Scene:
     def shared(self) -> tuple[list[Manifest], str | None]:
         """The shared children, and why some of them could not be rendered."""
         try:
-            return shared_children(self.ctx), None
+            return shared_children(self.ctx, server=self._server_ctx), None
         except InvalidPodTemplate as error:
             return [], str(error)
+
+    @cached_property
+    def _server_ctx(self) -> RenderContext:
+        """Front ends that serve keep the tokenizer they started with when only the weights changed."""
+        pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
+        view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
+        weights = self.ctx.spec.weights
+        if not pods or weights is None or view is None or view.model_hash != self.model_hash:
+            return self.ctx
+        started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
+        return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
 
     def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
         """The StatefulSet of an engine. One that shall have no pods never fails for its podTemplate."""
@@ -402,7 +454,7 @@ class Scene:
 
     @cached_property
     def model_hash(self) -> str:
-        return model_hash(self.ctx)
+        return self.model_identity
 
     def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
         """The API server's answer to this very manifest, while it is not yet time to offer it again."""

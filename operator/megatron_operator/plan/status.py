@@ -62,10 +62,22 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "engines": [_engine(scene, engine) for engine in scene.engines],
         "history": _history(scene, verdict, state),
     }
+    weights = _weights(scene, serving=bool(serving))
+    if weights is not None:
+        status["weights"] = weights
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
     return status
+
+
+def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
+    """Recorded once an engine serves with them; from then on they change in place only."""
+    wanted = scene.world.resource.spec.weights
+    if wanted is None:
+        return None
+    held = scene.weights_held or (wanted.revision if serving else None)
+    return None if held is None else {"revision": held, "model": scene.model_identity}
 
 
 def _updated(engine: EngineView) -> bool:

@@ -96,6 +96,8 @@ class PodView:
     ready: bool = False
     deleting: bool = False
     revision: str = ""
+    weights: str = ""
+    """Revision of the weights that it started with; empty when the spec names none."""
     restarts: int = 0
     reason: str = ""
     """The kubelet's or scheduler's own word: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
@@ -169,6 +171,8 @@ class CoordinatorSnapshot:
     operations: Mapping[str, OperationReport] = field(default_factory=dict)
     engines: tuple[EngineReport, ...] = ()
     queue_length: int = 0
+    idle_seconds: float = 0.0
+    """How long this process has seen no request queued or in flight there."""
     canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
     """The last canary of each engine, by name; kept by this process alone."""
 
@@ -257,6 +261,10 @@ class Signal:
     """Engines registered when this was decided; the coordinator refuses if it knows fewer."""
     engine: str | None = None
     """Name of the one engine meant (DRAIN only); None means all."""
+    source: str | None = None
+    """UPDATE_WEIGHTS: where engines find the weights."""
+    epoch: int | None = None
+    """UPDATE_WEIGHTS: the epoch they become, absolute."""
     deadline_seconds: float | None = None
     """How long the coordinator may take; None means its own default."""
 
@@ -305,5 +313,7 @@ class Decision:
     """The whole `.status` to persist if it differs from the stored one. Never contains the present time by itself:
     times change only together with the fact they belong to."""
     actions: tuple[Action, ...] = ()
+    attentive: bool = False
+    """The coordinator is to be asked often: it will be the first to know what is waited for."""
     requeue_after: float | None = None
     """Seconds after which time alone may change the decision; None when only an event can."""

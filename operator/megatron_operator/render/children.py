@@ -12,8 +12,12 @@ from megatron_operator.render.server import server_deployment
 from megatron_operator.render.services import coordinator_service, engine_service, front_service
 
 
-def shared_children(ctx: RenderContext) -> list[Manifest]:
-    """What exists once, whatever the number of engines; all but the keys."""
+def shared_children(ctx: RenderContext, *, server: RenderContext | None = None) -> list[Manifest]:
+    """What exists once, whatever the number of engines; all but the keys.
+
+    Args:
+        server: the context of the front end where it is another; it reads no weights and is not restarted for them.
+    """
     return [
         service_account(ctx),
         config_map(ctx),
@@ -22,7 +26,7 @@ def shared_children(ctx: RenderContext) -> list[Manifest]:
         coordinator_service(ctx),
         front_service(ctx),
         coordinator_deployment(ctx),
-        server_deployment(ctx),
+        server_deployment(server or ctx),
     ]
 
 

@@ -14,6 +14,7 @@ from megatron_operator.render.context import (
     LABEL_ENGINE,
     LABEL_POD_INDEX,
     LABEL_REVISION,
+    LABEL_WEIGHTS,
     PORT_ENGINE,
     PORT_HEALTH,
     PORT_RENDEZVOUS,
@@ -24,7 +25,15 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.model_source import model_argument, model_env, model_hash, model_mounts, model_volumes
+from megatron_operator.render.model_source import (
+    model_argument,
+    model_env,
+    model_hash,
+    model_mounts,
+    model_volumes,
+    weights_revision,
+    without_weights,
+)
 from megatron_operator.render.pod import http_probe, keys_args, pod_template
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
@@ -127,9 +136,12 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
     """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
     template = _template(ctx, index)
-    # All engines of one spec share one revision, so it is taken from the template of the first.
-    revision = digest(template if index == 0 else _template(ctx, 0))
+    # All engines of one spec share one revision, so it is taken from the template of the first. Weights are refreshed
+    # in place: a pod made later starts with the new ones, and none is made anew for them.
+    revision = digest(_template(without_weights(ctx), 0))
     template["metadata"]["labels"][LABEL_REVISION] = revision
+    if weights_revision(ctx):
+        template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
     # The overlay's own objects may be part of the template, so containers are copied rather than changed.
     template["spec"] = {**template["spec"], "containers": _with_revision(template["spec"]["containers"], revision)}
     name = ctx.engine_name(index)

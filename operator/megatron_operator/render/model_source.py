@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from megatron_operator.render.context import RenderContext, digest
@@ -48,7 +49,20 @@ def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}]
 
 
+def without_weights(ctx: RenderContext) -> RenderContext:
+    """The context as it is for every revision of the weights: those are refreshed in place."""
+    return replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
+
+
+def weights_revision(ctx: RenderContext) -> str:
+    """The revision of the weights that `model_argument` names; empty when it names none."""
+    return ctx.spec.weights.revision if ctx.spec.weights else ""
+
+
 def model_hash(ctx: RenderContext) -> str:
-    """Changes exactly when tokens of the old model may not be continued by the new one."""
+    """Changes exactly when tokens of the old model may not be continued by the new one. Other weights of one model
+    may: their epoch tells which tokens are whose."""
     model = ctx.spec.model
-    return digest([model_argument(ctx), model_volumes(ctx), model.format, model.dtype, model.max_sequence_length])
+    return digest(
+        [model_argument(without_weights(ctx)), model_volumes(ctx), model.format, model.dtype, model.max_sequence_length]
+    )

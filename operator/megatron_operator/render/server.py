@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.render.context import (
     ANNOTATION_MODEL,
+    LABEL_WEIGHTS,
     PORT_CLIENT,
     PORT_HTTP,
     SERVER,
@@ -13,7 +14,14 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.model_source import model_argument, model_env, model_hash, model_mounts, model_volumes
+from megatron_operator.render.model_source import (
+    model_argument,
+    model_env,
+    model_hash,
+    model_mounts,
+    model_volumes,
+    weights_revision,
+)
 from megatron_operator.render.pod import anti_affinity, http_probe, keys_args, pod_template
 
 KEYS = ("client.key", "client.pub", "server.pub")
@@ -67,6 +75,8 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         volumes=volumes,
         mounts=mounts,
     )
+    if weights_revision(ctx):
+        template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)
     template["spec"].setdefault("affinity", anti_affinity(ctx, SERVER))
     spec = {
         "replicas": server.replicas,

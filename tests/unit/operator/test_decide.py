@@ -299,6 +299,22 @@ def test_a_request_wakes_a_suspended_resource_until_the_spec_changes(make_cluste
     assert cluster.state == "Suspended"
 
 
+def test_a_woken_resource_that_is_idle_sleeps_again_until_the_next_request(make_cluster: Any) -> None:
+    suspend = {"wakeOnRequest": True, "idleSeconds": 60}
+    cluster = make_cluster(lifecycle={"suspend": suspend}, desiredState="Suspended")
+    assert cluster.settle().attentive
+    cluster.coordinator.queue = 1
+    decision = cluster.settle()
+    assert (cluster.state, decision.requeue_after) == ("Running", 60)
+    cluster.coordinator.queue, cluster.coordinator.idle = 0, 61.0
+    cluster.settle()
+    assert cluster.state == "Suspended"
+    assert "wokenGeneration" not in cluster.status["lifecycle"]
+    cluster.coordinator.queue, cluster.coordinator.idle = 1, 0.0
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
 def test_scaling_up_touches_no_engine_that_serves(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=1)
     cluster.settle()
@@ -738,3 +754,81 @@ def test_one_unproven_engine_at_a_time_when_all_are_down(make_cluster: Any) -> N
     cluster.settle()
     assert cluster.status["ready"] == "3/3"
     assert cluster.status["updatedReplicas"] == 3
+
+
+def _on_volume(revision: str) -> dict[str, Any]:
+    source = {"persistentVolumeClaim": {"claimName": "models", "path": "/x/{revision}"}}
+    return {"model": {"source": source}, "weights": {"revision": revision}}
+
+
+def test_other_weights_are_given_to_engines_in_place(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    pods = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    assert cluster.signals() == ["UPDATE_WEIGHTS"]
+    assert cluster.coordinator.sources == ["/model/x/7"]
+    assert (cluster.status["weights"]["revision"], cluster.status["epoch"]) == ("7", 1)
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == pods
+    server = cluster.objects[ChildRef("Deployment", "demo-server", "apps/v1")]
+    assert server["spec"]["template"]["metadata"]["labels"]["inference.megatron.dev/weights"] == "6"
+    engine = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
+    assert "/model/x/7" in engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    cluster.patch(weights={"revision": "6"})
+    cluster.settle()
+    assert (cluster.status["weights"]["revision"], cluster.status["epoch"]) == ("6", 2)
+
+
+def test_a_pod_that_starts_before_new_weights_are_confirmed_starts_with_the_old(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2, **_on_volume("6"))
+    cluster.settle()
+    cluster.coordinator.bad_sources.add("/model/x/7")
+    cluster.patch(weights={"revision": "7"})
+    for _ in range(6):
+        cluster.step()
+        cluster.tick()
+    assert cluster.condition("Degraded")["reason"] == "SignalFailed"
+    assert "no weights at /model/x/7" in cluster.condition("Degraded")["message"]
+    engine = cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
+    assert "/model/x/6" in engine["spec"]["template"]["spec"]["containers"][0]["args"]
+    cluster.patch(weights={"revision": "6"})
+    cluster.settle()
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.coordinator.sources == []
+
+
+def test_weights_that_no_engine_could_start_with_are_corrected_by_another_revision(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=1, **_on_volume("missing"))
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    cluster.broken_engines.clear()
+    cluster.patch(weights={"revision": "6"})
+    cluster.settle()
+    assert cluster.state == "Running"
+    assert cluster.pods["demo-engine-0-0"]["metadata"]["labels"]["inference.megatron.dev/weights"] == "6"
+    assert cluster.signals() == []
+
+
+@pytest.mark.parametrize("crash_at", range(6))
+def test_weights_are_updated_once_whenever_the_operator_dies(make_cluster: Any, crash_at: int) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    for number in range(6):
+        cluster.step(crash_after=0 if number == crash_at else None)
+        cluster.tick()
+    cluster.settle()
+    assert cluster.coordinator.sources == ["/model/x/7"]
+    assert cluster.status["epoch"] == 1
+
+
+def test_new_weights_wait_while_suspended(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"), desiredState="Suspended")
+    cluster.settle()
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    assert cluster.coordinator.sources == []
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.coordinator.sources == ["/model/x/7"]

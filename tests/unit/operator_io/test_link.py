@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
+import msgpack
 import pytest
 import zmq
 
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
+from megatron_operator.link.canary import judge, new_canary
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
+from megatron_operator.link.snapshot import without_traffic
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import Signal
+from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
 from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import ControlAck, Disconnect
+from megatron_runtime.wire.messages import ControlAck, Disconnect, Final
 from megatron_runtime.wire.security import KeyPair, PeerKeys
-from megatron_runtime.wire.states import CoordinatorState as WireState
 
 FAST = LinkTimings(
     hello_retry=0.05,
@@ -93,7 +96,7 @@ async def test_refresh_is_never_older_than_the_call(make_link: Any, admin_port: 
     link, changes = make_link(admin_port.address)
     await changes.until(lambda: link.snapshot.reachable)
 
-    for state in (WireState.PAUSED, WireState.SUSPENDED, WireState.RUNNING):
+    for state in (CoordinatorState.PAUSED, CoordinatorState.SUSPENDED, CoordinatorState.RUNNING):
         admin_port.state = state
         assert (await link.refresh()).state.value == state.value
 
@@ -123,7 +126,7 @@ async def test_refusal_is_an_outcome_although_the_coordinator_forgets_it(make_li
     admin_port.refusal = ControlAck(
         operation_id="x",
         ok=False,
-        state=WireState.RUNNING,
+        state=CoordinatorState.RUNNING,
         code=int(ErrorCode.ENGINES_MISSING),
         error="1 expected, none registered",
     )
@@ -214,7 +217,7 @@ async def test_new_address_moves_the_link_and_close_says_goodbye(make_link: Any,
     link, changes = make_link(old.address)
     await changes.until(lambda: link.snapshot.reachable)
 
-    new.state = WireState.PAUSED
+    new.state = CoordinatorState.PAUSED
     link.point_to(new.address, None)
     assert not link.snapshot.reachable
     await changes.until(lambda: link.snapshot.reachable)
@@ -237,3 +240,34 @@ def test_addresses() -> None:
     assert template_resolver("127.0.0.1:7001")("demo", "prod", "10.96.0.7") == "tcp://127.0.0.1:7001"
     with pytest.raises(AddressTemplateError, match="only"):
         template_resolver("{nane}.svc")
+
+
+def test_a_request_that_waits_is_worth_waking_for_only_while_all_sleeps() -> None:
+    running = CoordinatorSnapshot(reachable=True, state=CoordinatorState.RUNNING)
+    asleep = replace(running, state=CoordinatorState.SUSPENDED)
+    assert without_traffic(replace(running, queue_length=3)) == without_traffic(running)
+    assert without_traffic(replace(asleep, queue_length=3)) != without_traffic(asleep)
+    assert without_traffic(replace(asleep, queue_length=3)) == without_traffic(replace(asleep, queue_length=4))
+
+
+@pytest.mark.parametrize(
+    ("reply", "tokens", "verdict"),
+    [
+        ({"status": "COMPLETED", "generated_log_probs": [-0.5, -0.1]}, [7, 8], True),
+        ({"status": "COMPLETED", "generated_log_probs": [-0.5, float("nan")]}, [7, 8], False),
+        ({"status": "COMPLETED", "generated_log_probs": [-0.5]}, [7, 8], False),
+        ({"status": "COMPLETED"}, [7, 8], False),
+        ({"status": "COMPLETED", "generated_log_probs": []}, [], False),
+        ({"status": "FAILED", "error": {"code": 500, "message": "out of memory"}}, [], False),
+        ({"status": "FAILED", "error": {"code": 424, "message": "the engine left"}}, [], None),
+    ],
+)
+def test_a_canary_is_judged_by_its_log_probabilities(
+    reply: dict[str, Any], tokens: list[int], verdict: bool | None
+) -> None:
+    canary = new_canary(AskCanary("demo-engine-0", "abc", "builtin:x"), now=0.0)
+    body = b"".join(token.to_bytes(4, "little") for token in tokens)
+    report = judge(canary, Final(1, canary.uid, body, msgpack.packb(reply)))
+    assert (report.ok if report is not None else None) is verdict
+    if report is not None and not report.ok:
+        assert report.message

@@ -16,6 +16,7 @@ from megatron_operator.plan.policies.guards import (
 from megatron_operator.plan.policies.lifecycle import operation_underway, pods_leaving, verb_path
 from megatron_operator.plan.policies.rollout import replace_model, rollout
 from megatron_operator.plan.policies.verdict import Policy, Verdict
+from megatron_operator.plan.policies.weights import refresh_weights, wrong_weights
 
 POLICIES: tuple[Policy, ...] = (
     deleting,
@@ -25,6 +26,8 @@ POLICIES: tuple[Policy, ...] = (
     operation_underway,
     verb_path,
     pods_leaving,
+    wrong_weights,
+    refresh_weights,
     undrain,
     scale_down,
     replace_model,

@@ -112,4 +112,5 @@ def settled(scene: Scene) -> Verdict:
     message = f"{count} {noun}"
     if scene.woken:
         message += "; woken by a request"
-    return Verdict(Reason.SERVING, message, scene.operation)
+    requeue = max(1.0, scene.idle_in) if scene.woken and scene.idle_in is not None else None
+    return Verdict(Reason.SERVING, message, scene.operation, requeue_after=requeue)

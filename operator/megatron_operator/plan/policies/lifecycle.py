@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import (
@@ -31,6 +32,7 @@ SIGNAL_REASON: dict[SignalKind, Reason] = {
     SignalKind.RESUME: Reason.RESUMING,
     SignalKind.STOP: Reason.STOPPING,
     SignalKind.DRAIN: Reason.DRAINING,
+    SignalKind.UPDATE_WEIGHTS: Reason.REFRESHING_WEIGHTS,
 }
 
 
@@ -38,17 +40,19 @@ def _deadline(scene: Scene, signal: SignalKind) -> float | None:
     spec = scene.ctx.spec
     if signal is SignalKind.DRAIN:
         return float(spec.lifecycle.drain_seconds)
-    if signal is SignalKind.RESUME:
+    if signal in (SignalKind.RESUME, SignalKind.UPDATE_WEIGHTS):
         return float(spec.engine.startup_seconds)
     return None
 
 
 def _step(operation: Operation) -> str:
+    if operation.weights is not None:
+        return f"{operation.signal.value} to revision {operation.weights}, epoch {operation.epoch}"
     target = f" {operation.engine}" if operation.engine else ""
     return f"{operation.signal.value}{target} towards {operation.goal.value}"
 
 
-def start(scene: Scene, signal: SignalKind, *, engine: str | None = None) -> Verdict:
+def start(scene: Scene, signal: SignalKind, *, engine: str | None = None, **weights: Any) -> Verdict:
     """Write the intent of a signal down; the pass that finds it written sends it. After a failure of the same signal
     this waits first."""
     last = scene.operation
@@ -62,7 +66,7 @@ def start(scene: Scene, signal: SignalKind, *, engine: str | None = None) -> Ver
                 f"the next attempt: {last.message}",
                 requeue_after=left,
             )
-    operation = begin(scene.world, signal, goal=scene.desired, engine=engine)
+    operation = replace(begin(scene.world, signal, goal=scene.desired, engine=engine), **weights)
     step = _step(operation)
     return Verdict(
         reason=SIGNAL_REASON[signal],

@@ -1,0 +1,48 @@
+"""Policies about weights: other weights of the same model are given to engines in place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import DesiredState, ResourceState, SignalKind
+from megatron_operator.plan.policies.engines import delete_pods
+from megatron_operator.plan.policies.lifecycle import start
+from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.scene import Scene
+from megatron_operator.render.model_source import model_argument
+
+REFRESHABLE = {
+    DesiredState.RUNNING: ResourceState.RUNNING,
+    DesiredState.PAUSED: ResourceState.PAUSED,
+}
+
+
+def refresh_weights(scene: Scene) -> Verdict | None:
+    """`spec.weights.revision` changed: every engine loads the new weights beside its work and takes them between two
+    steps. While suspended or stopped the change waits."""
+    due = scene.weights_due
+    if due is None or REFRESHABLE.get(scene.desired) is not scene.observed or scene.old_model:
+        return None
+    spec = scene.world.resource.spec
+    source = model_argument(replace(scene.ctx, spec=spec))
+    epoch = scene.world.coordinator.epoch + 1
+    return start(scene, SignalKind.UPDATE_WEIGHTS, weights=due, source=source, epoch=epoch)
+
+
+def wrong_weights(scene: Scene) -> Verdict | None:
+    """Pods that were to start with weights that nobody wants any more, and never served, are made anew."""
+    template = scene.ctx.spec.weights.revision if scene.ctx.spec.weights else ""
+    found = [
+        engine
+        for engine in scene.wanted
+        if not engine.serving
+        and not engine.stale
+        and any(pod.weights != template and not pod.deleting for pod in engine.pods)
+    ]
+    if not found:
+        return None
+    names = ", ".join(engine.name for engine in found[:8])
+    actions = tuple(delete_pods(engine, f"{engine.name} starts with weights {template}") for engine in found)
+    on = f"{names} to start with weights {template or 'of the model'}"
+    return waiting(scene, Reason.ENGINES_STARTING, "starting engines", on, actions=actions)
