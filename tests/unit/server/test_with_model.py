@@ -1,0 +1,145 @@
+"""The built-in model behind `megatron serve`, asked by the openai SDK as a user would."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import openai
+import pytest
+
+MODEL = "smollm2-135m"
+QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/name"}},
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"name": {"type": "string", "maxLength": 12}},
+}
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": "get_weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "now"}},
+]
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[openai.OpenAI]:
+    command = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--port", "0", "--threads", "1"]
+    process = subprocess.Popen(command, stderr=subprocess.STDOUT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    said = ""
+    for line in process.stdout:
+        said += line
+        if ready := re.search(r"ready in [\d.]+ s: \S+ at (\S+)", line):
+            with openai.OpenAI(base_url=ready[1], api_key="any", max_retries=0) as client:
+                yield client
+            break
+    else:
+        pytest.fail(f"it never became ready:\n{said}")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=60)
+    assert process.returncode == 0
+
+
+def test_it_answers_the_same_streamed_or_not(client: openai.OpenAI) -> None:
+    fields: dict[str, Any] = {"model": MODEL, "messages": QUESTION, "temperature": 0, "max_tokens": 20}
+    text = client.chat.completions.create(**fields).choices[0].message.content
+    assert "Paris" in text
+    chunks = client.chat.completions.create(**fields, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+def test_log_probs_are_those_of_the_likeliest_and_of_the_prompt(client: openai.OpenAI) -> None:
+    reply = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
+    )
+    content = reply.choices[0].logprobs.content
+    assert "".join(entry.token for entry in content) == reply.choices[0].message.content
+    for entry in content:
+        assert (entry.token, entry.logprob) == (entry.top_logprobs[0].token, entry.top_logprobs[0].logprob)
+        assert sum(math.exp(rival.logprob) for rival in entry.top_logprobs) <= 1.0001
+    prompt = "The capital of France is"
+    echoed = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=0, logprobs=0, echo=True)
+    scores = echoed.choices[0].logprobs.token_logprobs
+    assert (echoed.choices[0].text, scores[0], len(scores)) == (prompt, None, 5)
+    # The prompt's token is scored as if the model had just written it.
+    written = client.completions.create(model=MODEL, prompt=f"{prompt} Paris", max_tokens=0, logprobs=0, echo=True)
+    answered = client.completions.create(model=MODEL, prompt=prompt, temperature=0, max_tokens=1, logprobs=0)
+    assert answered.choices[0].text == " Paris"
+    assert written.choices[0].logprobs.token_logprobs[-1] == pytest.approx(
+        answered.choices[0].logprobs.token_logprobs[0], abs=0.05
+    )
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "get_weather"}}])
+def test_a_forced_call_follows_the_schema(client: openai.OpenAI, choice: Any, stream: bool) -> None:
+    fields: dict[str, Any] = {
+        "model": MODEL,
+        "messages": [{"role": "user", "content": "How is the weather in Paris?"}],
+        "tools": TOOLS,
+        "tool_choice": choice,
+        "parallel_tool_calls": False,
+        "max_tokens": 100,
+        "temperature": 0,
+    }
+    if stream:
+        parts = [
+            call.function
+            for chunk in client.chat.completions.create(**fields, stream=True)
+            for call in chunk.choices[0].delta.tool_calls or ()
+        ]
+        name, arguments = parts[0].name, "".join(part.arguments for part in parts)
+    else:
+        called = client.chat.completions.create(**fields).choices[0].message.tool_calls[0].function
+        name, arguments = called.name, called.arguments
+    assert name == "get_weather"
+    given = json.loads(arguments)
+    assert list(given) == ["city"]
+    assert len(given["city"]) <= 12
+
+
+def test_answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
+    schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
+    schema["additionalProperties"] = False
+    form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
+    reply = client.chat.completions.create(
+        model=MODEL, messages=QUESTION, response_format=form, max_tokens=60, temperature=0
+    )
+    assert isinstance(json.loads(reply.choices[0].message.content)["age"], int)
+    year = client.completions.create(
+        model=MODEL, prompt="The year is", max_tokens=10, extra_body={"guided_regex": " [0-9]{4}"}
+    )
+    assert re.fullmatch(" [0-9]{4}", year.choices[0].text)
+    chosen = client.completions.create(
+        model=MODEL, prompt="Is water wet?", max_tokens=10, extra_body={"guided_choice": ["yes", "no"]}
+    )
+    assert chosen.choices[0].text in ("yes", "no")
+
+
+def test_a_form_that_cannot_be_is_the_fields_fault(client: openai.OpenAI) -> None:
+    for fields in ({"guided_regex": "("}, {"guided_json": {"type": "nonsense"}}, {"guided_grammar": "start: nothing"}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(model=MODEL, prompt="x", max_tokens=10, extra_body=fields)
+        assert caught.value.param == next(iter(fields))
+
+
+def test_choices_of_a_seed_differ_and_repeat_and_bias_decides(client: openai.OpenAI) -> None:
+    def texts(seed: int) -> list[str]:
+        reply = client.completions.create(model=MODEL, prompt="Once", n=3, seed=seed, max_tokens=8)
+        return [choice.text for choice in reply.choices]
+
+    first = texts(5)
+    assert len(set(first)) == 3
+    assert texts(5) == first
+    biased = client.completions.create(model=MODEL, prompt="Once", max_tokens=3, temperature=0, logit_bias={"260": 100})
+    assert biased.choices[0].text == " the the the"
+    stopped = client.completions.create(model=MODEL, prompt="1 2 3 4 5 6", temperature=0, max_tokens=30, stop=" 9")
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == (" 7 8", "stop")
