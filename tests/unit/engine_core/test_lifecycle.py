@@ -7,9 +7,9 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
@@ -183,3 +183,103 @@ async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
     with pytest.raises(EngineStopped):
         await waiting
     await rig.thread.stop()
+
+
+def update(operation_id: str = "update", *, source: str = "other", epoch: int = 3) -> Control:
+    return Control(kind=Header.UPDATE_WEIGHTS, operation_id=operation_id, source=source, epoch=epoch)
+
+
+def committed(control: Control) -> ControlCommit:
+    assert control.operation_id is not None
+    return ControlCommit(operation_id=control.operation_id, signal=control.kind, epoch=control.epoch)
+
+
+@pytest.mark.parametrize("state", PATH_TO)
+async def test_weights_are_updated_running_and_paused_only(rig: Rig, state: EngineState) -> None:
+    await rig.reach(state)
+    ack = await rig.lifecycle.handle(update())
+    assert ack.ok is (state in (EngineState.RUNNING, EngineState.PAUSED))
+    assert rig.lifecycle.state is state
+    assert (state.value in (ack.error or "")) is not ack.ok
+
+
+async def test_staged_weights_are_used_from_the_commit_on(rig: Rig) -> None:
+    await rig.submit(2000)
+    await rig.reach(EngineState.RUNNING)
+    assert (await rig.lifecycle.handle(update())).ok
+    assert (rig.lifecycle.epoch, rig.lifecycle.source) == (0, None)
+    await rig.lifecycle.commit(committed(update()))
+    assert (rig.lifecycle.epoch, rig.lifecycle.source) == (3, "other")
+    assert await rig.thread.call(lambda engine: engine.epoch) == 3
+    while await rig.thread.call(lambda engine: engine.has_work):
+        pass
+    old = echo_answer([1, 2, 3], len(rig.tokens))
+    before = next(index for index, token in enumerate(rig.tokens) if token != old[index])
+    rest = echo_answer([1, 2, 3, *old[:before]], len(old) - before, weights=echo_weights("other"))
+    assert rig.tokens == old[:before] + rest
+
+
+async def test_weights_of_an_operation_that_failed_are_dropped_at_the_next_message(rig: Rig) -> None:
+    await rig.reach(EngineState.RUNNING)
+    assert (await rig.lifecycle.handle(update())).ok
+    assert await rig.signal(Header.PAUSE, "pause")
+    with pytest.raises(RuntimeError, match="not staged"):
+        await rig.lifecycle.commit(committed(update()))
+    with pytest.raises(RuntimeError, match="without staged weights"):
+        rig.executor.swap_weights()
+    assert rig.lifecycle.epoch == 0
+
+
+async def test_a_repeated_update_is_not_staged_again_and_is_still_committed(rig: Rig) -> None:
+    await rig.reach(EngineState.PAUSED)
+    first = await rig.lifecycle.handle(update())
+    assert await rig.lifecycle.handle(update()) == first
+    await rig.lifecycle.commit(committed(update()))
+    assert rig.lifecycle.epoch == 3
+
+
+async def test_weights_that_cannot_be_staged_change_nothing(rig: Rig) -> None:
+    def fail(source: str) -> None:
+        raise ValueError(f"tensor 'a' of {source} has shape (2,), the model in use has (3,)")
+
+    rig.executor.stage_weights = fail  # type: ignore[method-assign]
+    await rig.reach(EngineState.RUNNING)
+    ack = await rig.lifecycle.handle(update())
+    assert not ack.ok
+    assert "(2,)" in (ack.error or "")
+    assert "(3,)" in (ack.error or "")
+    assert rig.lifecycle.state is EngineState.RUNNING
+    assert rig.lifecycle.epoch == 0
+
+
+@pytest.mark.parametrize("loaded", [True, False])
+async def test_an_engine_that_joins_takes_the_weights_and_epoch_it_is_told(rig: Rig, loaded: bool) -> None:
+    if not loaded:
+        rig.executor.release_weights()
+    await rig.lifecycle.adopt("other", 9)
+    assert (rig.lifecycle.epoch, rig.lifecycle.source) == (9, "other")
+    await rig.thread.call(lambda engine: engine.executor.load())
+    await rig.submit(20)
+    await rig.thread.unpause()
+    while await rig.thread.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 20, weights=echo_weights("other"))
+
+
+@pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache"), None])
+async def test_a_suspend_gives_back_what_it_is_told(rig: Rig, tags: tuple[str, ...] | None) -> None:
+    engine = rig.engine
+    object.__setattr__(engine.config, "kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE)
+    ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op", tags=tags))
+    assert ack.ok
+    wanted = tags or ("weights", "kv_cache")
+    assert rig.executor.has_weights is ("weights" not in wanted)
+    assert (rig.executor._cache is None) is ("kv_cache" in wanted)
+
+
+async def test_a_tag_that_is_none_is_refused_by_name(rig: Rig) -> None:
+    ack = await rig.lifecycle.handle(Control(kind=Header.SUSPEND, operation_id="op", tags=("graphs",)))
+    assert not ack.ok
+    assert "graphs" in (ack.error or "")
+    assert "kv_cache" in (ack.error or "")
+    assert rig.lifecycle.state is EngineState.PAUSED

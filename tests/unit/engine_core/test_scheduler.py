@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.config import InferenceConfig
+from megatron_runtime.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.contexts.dynamic_context import (
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
@@ -14,7 +14,8 @@ from megatron_runtime.contexts.dynamic_context import (
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.wire.headers import ErrorCode
 
 DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
 
@@ -143,3 +144,159 @@ def test_an_answer_stops_at_the_longest_sequence() -> None:
     engine = make_engine()
     engine.add_request(request(0, [1] * 250, 100))
     assert len(run(engine)[0]) == 6
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def order(engine: DynamicInferenceEngine) -> list[int]:
+    """Requests in the order in which they end."""
+    return [output.request_id for _ in range(2000) for output in engine.step() if output.finish_reason is not None]
+
+
+def test_lower_priority_numbers_go_first_and_equal_ones_in_the_order_of_arrival() -> None:
+    engine = make_engine(max_requests=1)
+    for number, priority in enumerate([1, 0, 1, -5, 0]):
+        engine.add_request(request(number, [7, 8], 3, priority=priority))
+    assert order(engine) == [3, 1, 4, 0, 2]
+
+
+def test_who_is_preempted_keeps_its_place_and_the_first_in_line_always_gets_on() -> None:
+    engine = make_engine(pages=20)
+    for index in range(6):
+        engine.add_request(request(index, [index + 1] * 8, 40))
+    assert order(engine) == list(range(6))
+    assert engine.stats().preemptions > 0
+
+
+def test_memory_is_taken_from_the_lowest_priority() -> None:
+    engine = make_engine(pages=14, max_requests=2)
+    engine.add_request(request(0, [1] * 8, 40, priority=1))
+    engine.step()
+    engine.add_request(request(1, [2] * 8, 40, priority=0))
+    assert order(engine) == [1, 0]
+
+
+@pytest.mark.parametrize("running", [True, False])
+def test_a_request_past_its_deadline_ends_and_frees_its_memory(running: bool) -> None:
+    clock = Clock()
+    executor = EchoExecutor(page_size=4)
+    executor.load()
+    engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=1), clock=clock)
+    if not running:
+        engine.add_request(request(9, [1], 50))
+    late = request(0, [1, 2, 3], 50)
+    engine.add_request(EngineRequest(0, late.prompt_tokens, late.generated_tokens, late.sampling_params, 0, 5.0))
+    clock.now += 4.9
+    assert all(output.error is None for output in engine.step())
+    clock.now += 0.1
+    (ended,) = [output for output in engine.step() if output.request_id == 0]
+    assert (ended.finish_reason, ended.error_code) == ("error", ErrorCode.DEADLINE)
+    assert "5 s" in (ended.error or "")
+    engine.check_integrity()
+    assert (engine.context.usage == 0) is running
+
+
+def test_what_ended_in_time_is_not_ended_again() -> None:
+    clock = Clock()
+    executor = EchoExecutor(page_size=4)
+    executor.load()
+    engine = DynamicInferenceEngine(executor, InferenceConfig(), clock=clock)
+    for number in range(300):
+        one = request(number, [1], 1)
+        engine.add_request(EngineRequest(number, one.prompt_tokens, one.generated_tokens, one.sampling_params, 0, 5.0))
+        engine.step()
+    assert len(engine._scheduler._deadlines) < 100
+    clock.now += 10
+    engine.add_request(request(0, [1], 2))
+    assert [output.finish_reason for output in engine.step()] == [None]
+
+
+def test_an_admitted_prompt_has_pages_for_all_its_chunks() -> None:
+    engine = make_engine(max_tokens=8, pages=41)
+    engine.add_request(request(0, [1] * 100, 4))
+    engine.add_request(request(1, [2] * 100, 4))
+    assert order(engine) == [0, 1]
+    assert engine.stats().preemptions == 0
+
+
+def test_several_prompts_share_a_step() -> None:
+    engine = make_engine(max_tokens=64)
+    for number in range(4):
+        engine.add_request(request(number, [number + 1] * 20, 4))
+    plan = engine.schedule()
+    assert plan is not None
+    assert plan.query_lengths.tolist() == [20, 20, 20, 4]
+
+
+def test_without_chunking_a_preempted_request_comes_back_whatever_its_length() -> None:
+    engine = make_engine(enable_chunked_prefill=False, max_tokens=24, pages=15, max_requests=4)
+    for number in range(4):
+        engine.add_request(request(number, [number + 1] * 20, 30))
+    assert run(engine) == {number: echo_answer([number + 1] * 20, 30) for number in range(4)}
+    assert engine.stats().preemptions > 0
+
+
+def test_an_early_stop_token_does_not_end_a_request_that_was_begun_elsewhere() -> None:
+    answer = echo_answer([3, 4], 10)
+    engine = make_engine()
+    engine.add_request(request(0, [3, 4], 10, generated=answer[:3], stop_token_ids=[answer[2]], min_tokens=5))
+    engine.add_request(request(1, [3, 4], 10, generated=answer[:3], stop_token_ids=[answer[2]]))
+    engine.add_request(request(2, [3, 4], 10, generated=answer))
+    last = {}
+    tokens: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    while engine.has_work:
+        for output in engine.step():
+            tokens[output.request_id] += output.new_tokens
+            last[output.request_id] = output.finish_reason
+    assert tokens == {0: answer[3:], 1: [], 2: []}
+    assert last == {0: "length", 1: "stop", 2: "length"}
+
+
+def test_a_total_that_the_prompt_already_has_is_refused_by_name() -> None:
+    one = request(0, [1, 2, 3])
+    params = SamplingParams(num_tokens_total=3)
+    with pytest.raises(InvalidSamplingParamsError, match="num_tokens_total=3"):
+        make_engine().add_request(EngineRequest(0, one.prompt_tokens, one.generated_tokens, params))
+
+
+def test_what_this_engine_does_not_do_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfigError, match="num_speculative_tokens=2"):
+        make_engine(num_speculative_tokens=2)
+
+
+def test_a_request_tells_how_it_went() -> None:
+    clock = Clock()
+    executor = EchoExecutor(page_size=4, num_pages=12)
+    executor.load()
+    config = InferenceConfig(max_requests=1, track_generated_token_events=True)
+    engine = DynamicInferenceEngine(executor, config, clock=clock)
+    engine.add_request(request(0, [1], 2))
+    engine.add_request(request(1, [2], 2))
+    outputs = []
+    while engine.has_work:
+        clock.now += 1
+        outputs += engine.step()
+    summary = next(output.summary for output in outputs if output.request_id == 1 and output.summary)
+    assert (summary.queue_seconds, summary.prefill_seconds, summary.decode_seconds) == (3, 0, 1)
+    kinds = [event.type.name for event in summary.events]
+    assert kinds == ["ADD_ENGINE", "ADD_CONTEXT", "GENERATED_TOKEN", "GENERATED_TOKEN", "FINISH"]
+    assert summary.policy_epoch == summary.kv_cache_epoch == [(0, 0)]
+
+
+def test_epochs_are_told_as_spans() -> None:
+    engine = make_engine()
+    engine.add_request(request(0, [1, 2, 3], 6))
+    for epoch in (4, 4, 6):
+        engine.step()
+        engine.set_epoch(epoch)
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    summary = outputs[-1].summary
+    assert summary is not None
+    assert summary.policy_epoch == summary.kv_cache_epoch == [(0, 0), (3, 4), (5, 6)]

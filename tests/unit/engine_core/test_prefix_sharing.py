@@ -1,0 +1,213 @@
+"""Requests with equal prefixes share their KV, as the scheduler admits them."""
+
+import numpy as np
+import pytest
+
+from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.engine_request import EngineRequest, RequestOutput
+from megatron_runtime.hashing import block_digests
+from megatron_runtime.sampling_params import SamplingParams
+
+PAGE, BLOCK = 4, 8
+PROMPT = list(range(1, 30))
+"""Three complete blocks and five tokens."""
+
+
+def make_engine(*, pages: int = 200, **config: object) -> DynamicInferenceEngine:
+    executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
+    executor.load()
+    defaults = {
+        "max_requests": 8,
+        "max_tokens": 64,
+        "enable_chunked_prefill": True,
+        "enable_prefix_caching": True,
+        "prefix_caching_eviction_policy": "lru",
+        "block_size_tokens": BLOCK,
+    }
+    return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
+
+
+def add(engine: DynamicInferenceEngine, number: int, prompt: list[int], length: int = 4, **params: object) -> None:
+    sampling = SamplingParams(temperature=0, num_tokens_to_generate=length, **params)
+    engine.add_request(EngineRequest(number, np.array(prompt, np.int32), np.array([], np.int32), sampling))
+
+
+def step(engine: DynamicInferenceEngine) -> list[int]:
+    outputs = engine.step()
+    engine.check_integrity()
+    return [output.request_id for output in outputs]
+
+
+def run(engine: DynamicInferenceEngine) -> dict[int, RequestOutput]:
+    """The last output of each request, with all its tokens."""
+    tokens: dict[int, list[int]] = {}
+    last: dict[int, RequestOutput] = {}
+    for _ in range(1000):
+        if not engine.has_work:
+            break
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_tokens)
+            last[output.request_id] = output
+        engine.check_integrity()
+    for number, output in last.items():
+        output.new_tokens = tokens[number]
+    return last
+
+
+def computed(engine: DynamicInferenceEngine) -> int:
+    return engine.stats().prompt_tokens
+
+
+def test_a_second_request_computes_only_what_is_not_cached() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    assert run(engine)[0].num_cached_tokens == 0
+    before = computed(engine)
+    add(engine, 1, [*PROMPT[:20], 99, 98])
+    last = run(engine)[1]
+    assert last.num_cached_tokens == 16
+    assert last.new_tokens == echo_answer([*PROMPT[:20], 99, 98], 4)
+    # All but the cached ones are computed; the newest token of each of the three further steps is one more.
+    assert computed(engine) - before == 22 - 16 - 1
+    stats = engine.stats()
+    assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (len(PROMPT) + 22, 16)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(16, 8), (17, 8), (18, 16)])
+def test_a_full_hit_still_computes_two_tokens(length: int, cached: int) -> None:
+    engine = make_engine()
+    for number in (0, 1):
+        add(engine, number, PROMPT[:length])
+        last = run(engine)[number]
+        assert last.new_tokens == echo_answer(PROMPT[:length], 4)
+    assert last.num_cached_tokens == cached
+
+
+def test_only_complete_blocks_of_the_prompt_are_registered() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT, 30)
+    run(engine)
+    assert engine.take_block_events().stored == block_digests(PROMPT, BLOCK)
+
+
+def test_blocks_are_stored_only_after_the_step_that_computed_them() -> None:
+    engine = make_engine(max_tokens=12)
+    add(engine, 0, PROMPT)
+    digests = block_digests(PROMPT, BLOCK)
+    plan = engine.schedule()
+    assert plan is not None
+    assert not engine.take_block_events()
+    assert not engine.collect(engine.executor.execute(plan))
+    assert engine.take_block_events().stored == digests[:1]
+    step(engine)
+    step(engine)
+    assert engine.take_block_events().stored == digests[1:]
+
+
+def test_who_shares_a_prefix_under_computation_waits_and_is_overtaken() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    add(engine, 1, PROMPT)
+    add(engine, 2, [55] * 20)
+    assert step(engine) == [0, 2]
+    assert engine.stats().prefix_coordination_waits == 1
+    last = run(engine)
+    assert last[1].num_cached_tokens == 24
+    assert last[1].new_tokens == echo_answer(PROMPT, 4)
+    assert engine.stats().prefix_coordination_waits == 1
+
+
+def test_nobody_waits_for_a_request_that_was_aborted() -> None:
+    engine = make_engine(max_tokens=12)
+    add(engine, 0, PROMPT)
+    add(engine, 1, PROMPT)
+    step(engine)
+    engine.abort_request(0)
+    last = run(engine)[1]
+    assert last.new_tokens == echo_answer(PROMPT, 4)
+    assert last.num_cached_tokens == 8
+
+
+def test_tenants_with_different_salts_share_nothing() -> None:
+    engine = make_engine()
+    cached = []
+    for number, salt in enumerate([None, "a", "b", "a", None]):
+        add(engine, number, PROMPT, cache_salt=salt)
+        cached.append(run(engine)[number].num_cached_tokens)
+    assert cached == [0, 0, 0, 24, 24]
+
+
+def test_a_request_for_prompt_log_probs_does_not_read_the_cache() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    run(engine)
+    add(engine, 1, PROMPT, return_log_probs=True, skip_prompt_log_probs=False)
+    assert run(engine)[1].num_cached_tokens == 0
+
+
+def test_without_the_cache_nothing_is_shared() -> None:
+    engine = make_engine(enable_prefix_caching=False)
+    for number in (0, 1):
+        add(engine, number, PROMPT)
+        assert run(engine)[number].num_cached_tokens == 0
+    assert not engine.take_block_events()
+    assert engine.stats().prefix_cache_queries == 0
+
+
+def test_ref_zero_shares_among_requests_that_run_together_only() -> None:
+    engine = make_engine(prefix_caching_eviction_policy="ref_zero")
+    add(engine, 0, PROMPT, 10)
+    step(engine)
+    add(engine, 1, PROMPT)
+    step(engine)
+    last = run(engine)
+    assert last[1].num_cached_tokens == 24
+    events = engine.take_block_events()
+    assert (events.stored, sorted(events.evicted)) == ([], sorted(block_digests(PROMPT, BLOCK)))
+    add(engine, 2, PROMPT)
+    assert run(engine)[2].num_cached_tokens == 0
+
+
+def test_cached_blocks_make_room_for_running_requests() -> None:
+    engine = make_engine(pages=12)
+    for number in range(6):
+        prompt = [number + 1] * 20
+        add(engine, number, prompt, 10)
+        assert run(engine)[number].new_tokens == echo_answer(prompt, 10)
+    assert engine.take_block_events().evicted
+    assert engine.stats().preemptions == 0
+
+
+def test_an_epoch_of_other_weights_empties_the_cache() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    run(engine)
+    engine.set_epoch(0)
+    assert len(engine.context.prefix_cache) == 3
+    engine.set_epoch(1)
+    assert engine.take_block_events().cleared
+    add(engine, 1, PROMPT)
+    assert run(engine)[1].num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("mode", KVCacheManagementMode)
+def test_a_suspend_clears_the_cache_only_where_the_kv_is_dropped(mode: KVCacheManagementMode) -> None:
+    engine = make_engine(kv_cache_management_mode=mode)
+    add(engine, 0, PROMPT)
+    run(engine)
+    engine.take_block_events()
+    engine.suspend()
+    dropped = mode is KVCacheManagementMode.RECOMPUTE
+    assert engine.take_block_events().cleared is dropped
+    engine.resume()
+    add(engine, 1, PROMPT)
+    last = run(engine)[1]
+    assert last.num_cached_tokens == (0 if dropped else 24)
+    assert last.new_tokens == echo_answer(PROMPT, 4)
+
+
+def test_a_block_that_is_no_multiple_of_a_page_is_refused() -> None:
+    with pytest.raises(InvalidConfigError, match=r"block_size_tokens=10.*multiple of 4"):
+        make_engine(block_size_tokens=10)
