@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from soak import SOAK
+from soak import size
 
-REQUESTS = 20_000 if SOAK else 2_000
+REQUESTS = size(2_000, soak=20_000)
 AT_ONCE = 8
 MODEL = "smollm2-135m"
 GROWTH_BYTES = 64 << 20

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from soak import SOAK
+from soak import size
 
-CASES = 20_000 if SOAK else 2_000
+CASES = size(2_000, soak=20_000)
 WORDS = [
     "the",
     "llama 🦙",
