@@ -21,7 +21,7 @@ def add_rms_norm(
 ) -> torch.Tensor:
     """Add `x_TD` to `residual_TD` in place and return the norm of the sum times `weight_D`, [T, D].
 
-    x_TD: None adds nothing: the first norm of a model.
+    x_TD: None adds nothing: the first norm of a model. Not to be read afterwards: the result may take its place.
     """
     if x_TD is not None:
         residual_TD.add_(x_TD)

@@ -75,9 +75,14 @@ def decode_tuning(
     batch.
 
     max_tokens: the longest context that the launch must hold (a graph's bound, not the batch's).
+
+    Raises:
+        ValueError: a fixed split that is no multiple of a block: its last block would never be full.
     """
     block_tokens = 64 if head_dim <= 128 else 32
     if fixed_split_tokens is not None:
+        if fixed_split_tokens < 1 or fixed_split_tokens % block_tokens:
+            raise ValueError(f"fixed_split_tokens={fixed_split_tokens}: must be a positive multiple of {block_tokens}")
         splits, split_tokens = -(-max_tokens // fixed_split_tokens), fixed_split_tokens
     else:
         split_tokens = 256

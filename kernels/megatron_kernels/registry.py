@@ -1,0 +1,168 @@
+"""Which implementation of each operation is used: torch, Triton, FlashAttention-3 or FlashInfer.
+
+Each operation has a switch of its own, so that a benchmark or a doubt can single it out. Without one, an operation
+runs in Triton on a CUDA device where triton is installed, and in torch elsewhere; other packages are used only when
+asked for. Implementations are imported when they are chosen.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any
+
+import torch
+
+from megatron_kernels.operations import (
+    AddRmsNorm,
+    MoeRouting,
+    PagedDecode,
+    PagedPrefill,
+    QkNormRopeAppend,
+    Sample,
+    SwiGlu,
+)
+
+
+class Backend(StrEnum):
+    TORCH = "torch"
+    TRITON = "triton"
+    FLASH_ATTENTION_3 = "flash-attention-3"
+    FLASHINFER = "flashinfer"
+
+
+_PACKAGES = {
+    Backend.TRITON: "triton",
+    Backend.FLASH_ATTENTION_3: "flash_attn_interface",
+    Backend.FLASHINFER: "flashinfer",
+}
+"""The package that a backend needs beside torch."""
+
+_OTHER_MODULES = {
+    ("paged_decode", Backend.FLASH_ATTENTION_3): "flash_attention_3",
+    ("paged_prefill", Backend.FLASH_ATTENTION_3): "flash_attention_3",
+    ("add_rms_norm", Backend.FLASHINFER): "flashinfer_elementwise",
+    ("swiglu", Backend.FLASHINFER): "flashinfer_elementwise",
+}
+"""Modules of this package for backends beyond torch (NAME) and Triton (NAME_triton), which all operations have."""
+
+_MODULES = {"sample": "sampling"}
+"""Where an operation's file is not named as its function."""
+
+
+class KernelError(ValueError):
+    """An operation cannot run the way it was asked to; the message names the switch, the value and the remedy."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KernelConfig:
+    """One switch an operation; None chooses by the device."""
+
+    add_rms_norm: Backend | None = None
+    swiglu: Backend | None = None
+    qk_norm_rope_append: Backend | None = None
+    paged_decode: Backend | None = None
+    paged_prefill: Backend | None = None
+    sample: Backend | None = None
+    moe_routing: Backend | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
+        """Read MEGATRON_KERNELS, for all operations that have it, and MEGATRON_KERNEL_<OPERATION>, which goes first.
+
+        Raises:
+            KernelError: a value is no backend, or a variable names no operation.
+        """
+        operations = [field.name for field in fields(cls)]
+        known = {_variable(name) for name in operations}
+        unknown = sorted(name for name in environment if name.startswith("MEGATRON_KERNEL_") and name not in known)
+        if unknown:
+            raise KernelError(f"{unknown[0]} names no operation: choose among {', '.join(sorted(known))}")
+        general = _backend("MEGATRON_KERNELS", environment.get("MEGATRON_KERNELS"))
+        chosen = {name: general if general in _backends(name) else None for name in operations}
+        for name in operations:
+            own = _backend(_variable(name), environment.get(_variable(name)))
+            if own is not None:
+                chosen[name] = own
+        return cls(**chosen)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """The operations, ready to call. `backends`: which implementation each is, for logs and reports."""
+
+    add_rms_norm: AddRmsNorm
+    swiglu: SwiGlu
+    qk_norm_rope_append: QkNormRopeAppend
+    paged_decode: PagedDecode
+    paged_prefill: PagedPrefill
+    sample: Sample
+    moe_routing: MoeRouting
+    backends: Mapping[str, Backend]
+
+
+def select_kernels(config: KernelConfig, device: torch.device) -> Kernels:
+    """Return the operations for tensors on `device`.
+
+    Raises:
+        KernelError: a chosen backend does not do the operation, is not installed, or does not run on the device.
+    """
+    chosen: dict[str, Backend] = {}
+    functions: dict[str, Any] = {}
+    for field in fields(config):
+        name = field.name
+        backend = getattr(config, name) or _default(device)
+        _check(name, backend, device)
+        module = importlib.import_module(f"megatron_kernels.{_module(name, backend)}")
+        chosen[name], functions[name] = backend, getattr(module, name)
+    return Kernels(**functions, backends=chosen)
+
+
+def is_installed(backend: Backend) -> bool:
+    """Whether the backend's package can be found; nothing is imported."""
+    package = _PACKAGES.get(backend)
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def _default(device: torch.device) -> Backend:
+    return Backend.TRITON if device.type == "cuda" and is_installed(Backend.TRITON) else Backend.TORCH
+
+
+def _check(name: str, backend: Backend, device: torch.device) -> None:
+    if backend not in _backends(name):
+        raise KernelError(f"{name}={backend}: choose among {', '.join(_backends(name))}")
+    if not is_installed(backend):
+        raise KernelError(
+            f"{name}={backend}: the package {_PACKAGES[backend]} is not installed: install it, or use torch"
+        )
+    if backend is not Backend.TORCH and device.type != "cuda" and not _is_interpreted(backend):
+        raise KernelError(f"{name}={backend}: runs on a CUDA device, not on {device.type}: use torch")
+
+
+def _is_interpreted(backend: Backend) -> bool:
+    return backend is Backend.TRITON and importlib.import_module("triton").knobs.runtime.interpret
+
+
+def _backends(name: str) -> list[Backend]:
+    others = [backend for operation, backend in _OTHER_MODULES if operation == name]
+    return [Backend.TORCH, Backend.TRITON, *others]
+
+
+def _module(name: str, backend: Backend) -> str:
+    own = _MODULES.get(name, name)
+    return {Backend.TORCH: own, Backend.TRITON: f"{own}_triton"}.get(backend) or _OTHER_MODULES[name, backend]
+
+
+def _variable(name: str) -> str:
+    return f"MEGATRON_KERNEL_{name.upper()}"
+
+
+def _backend(variable: str, value: str | None) -> Backend | None:
+    if not value or value == "auto":
+        return None
+    if value not in set(Backend):
+        raise KernelError(f"{variable}={value!r} is no backend: choose among auto, {', '.join(Backend)}")
+    return Backend(value)

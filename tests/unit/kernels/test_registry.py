@@ -1,0 +1,167 @@
+"""The registry: a switch for each operation, clear refusals, and nothing imported before it is needed."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from dataclasses import fields
+from types import ModuleType
+
+import pytest
+import torch
+
+from megatron_kernels import add_rms_norm, paged_decode, paged_prefill, swiglu
+from megatron_kernels.registry import Backend, KernelConfig, KernelError, Kernels, select_kernels
+
+CPU = torch.device("cpu")
+OPERATIONS = [field.name for field in fields(KernelConfig)]
+
+
+def test_on_a_processor_everything_is_torch():
+    kernels = select_kernels(KernelConfig(), CPU)
+    assert set(kernels.backends.values()) == {Backend.TORCH}
+    assert {field.name for field in fields(Kernels)} == {*OPERATIONS, "backends"}
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_each_operation_has_its_own_switch(operation):
+    kernels = select_kernels(KernelConfig(**{operation: Backend.TRITON}), CPU)
+    assert kernels.backends == {name: Backend.TRITON if name == operation else Backend.TORCH for name in OPERATIONS}
+    assert getattr(kernels, operation).__module__.endswith("_triton")
+
+
+def test_a_chosen_kernel_works():
+    kernels = select_kernels(KernelConfig(swiglu=Backend.TRITON), CPU)
+    torch.testing.assert_close(kernels.swiglu(torch.tensor([[0.0, 5.0]])), torch.tensor([[0.0]]))
+
+
+def test_the_environment_sets_all_or_one():
+    config = KernelConfig.from_environment({"MEGATRON_KERNELS": "torch", "MEGATRON_KERNEL_SWIGLU": "triton"})
+    assert config.swiglu is Backend.TRITON
+    assert config.sample is Backend.TORCH
+    flash = KernelConfig.from_environment({"MEGATRON_KERNELS": "flash-attention-3"})
+    assert (flash.paged_decode, flash.swiglu) == (Backend.FLASH_ATTENTION_3, None)
+    assert KernelConfig.from_environment({"MEGATRON_KERNELS": "auto"}) == KernelConfig()
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"MEGATRON_KERNELS": "cuda"}, "MEGATRON_KERNELS='cuda' is no backend: choose among auto, torch, triton"),
+        ({"MEGATRON_KERNEL_SWIGLU": "x"}, "MEGATRON_KERNEL_SWIGLU='x' is no backend"),
+        ({"MEGATRON_KERNEL_GELU": "torch"}, "MEGATRON_KERNEL_GELU names no operation"),
+    ],
+)
+def test_a_wrong_environment_is_refused_by_name(environment, message):
+    with pytest.raises(KernelError, match=message):
+        KernelConfig.from_environment(environment)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (KernelConfig(sample=Backend.FLASHINFER), "sample=flashinfer: choose among torch, triton"),
+        (KernelConfig(swiglu=Backend.FLASHINFER), "the package flashinfer is not installed"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(config, message):
+    with pytest.raises(KernelError, match=message):
+        select_kernels(config, CPU)
+
+
+def test_references_need_neither_triton_nor_a_gpu():
+    program = "import sys, torch\n"
+    program += "from megatron_kernels.registry import *\n"
+    program += "select_kernels(KernelConfig.from_environment({}), torch.device('cpu'))\n"
+    program += "assert 'triton' not in sys.modules and not torch.cuda.is_initialized()\n"
+    program += "try: select_kernels(KernelConfig(sample=Backend.TRITON), torch.device('cpu'))\n"
+    program += "except KernelError as error: print(error)\n"
+    environment = {"PATH": "/usr/bin:/bin"}
+    run = subprocess.run([sys.executable, "-c", program], env=environment, check=True, capture_output=True, text=True)
+    assert run.stdout == "sample=triton: runs on a CUDA device, not on cpu: use torch\n"
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+    """Import a module of this package over a stand-in for the package it adapts, and forget it afterwards."""
+
+    def load(name: str, **stand_ins: dict[str, object]) -> ModuleType:
+        for package, functions in stand_ins.items():
+            module = ModuleType(package)
+            vars(module).update(functions)
+            monkeypatch.setitem(sys.modules, package.replace("__", "."), module)
+        monkeypatch.setitem(sys.modules, f"megatron_kernels.{name}", ModuleType(name))
+        del sys.modules[f"megatron_kernels.{name}"]
+        return importlib.import_module(f"megatron_kernels.{name}")
+
+    return load
+
+
+def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
+    seen = []
+
+    def flash_attn_with_kvcache(
+        q, k_cache, v_cache, *, cache_seqlens, page_table, softmax_scale, causal, cu_seqlens_q=None, **options
+    ):
+        """As FlashAttention-3 documents it, computed by the references."""
+        seen.append((k_cache, v_cache, options))
+        assert causal
+        cache = torch.stack((k_cache, v_cache), dim=2).flatten(2)
+        arguments = {"num_kv_heads": k_cache.shape[2], "scale": softmax_scale}
+        if cu_seqlens_q is None:
+            return paged_decode.paged_decode(q[:, 0], cache, page_table, cache_seqlens, **arguments)[:, None]
+        out = paged_prefill.paged_prefill(q, cache, page_table, cache_seqlens, cu_seqlens_q, **arguments)
+        out[cu_seqlens_q[-1] :] = float("nan")
+        return out
+
+    flash_attention_3 = adapter(
+        "flash_attention_3", flash_attn_interface={"flash_attn_with_kvcache": flash_attn_with_kvcache}
+    )
+    cache = torch.randn(4, 16, 2 * 2 * 64, generator=generator)
+    q = torch.randn(5, 4, 64, generator=generator)
+    table = torch.tensor([[2, 0], [3, 1]], dtype=torch.int32)
+    lengths = torch.tensor([20, 3], dtype=torch.int32)
+    starts = torch.tensor([0, 3, 4], dtype=torch.int32)
+    decode_arguments = (q[:2], cache, table, lengths)
+    prefill_arguments = (q, cache, table, lengths, starts)
+    torch.testing.assert_close(
+        flash_attention_3.paged_decode(*decode_arguments, num_kv_heads=2, fixed_split_tokens=64),
+        paged_decode.paged_decode(*decode_arguments, num_kv_heads=2),
+    )
+    torch.testing.assert_close(
+        flash_attention_3.paged_prefill(*prefill_arguments, num_kv_heads=2),
+        paged_prefill.paged_prefill(*prefill_arguments, num_kv_heads=2),
+    )
+    storage = cache.untyped_storage().data_ptr()
+    for keys, values, _ in seen:
+        assert keys.untyped_storage().data_ptr() == values.untyped_storage().data_ptr() == storage
+        assert keys.shape == values.shape == (4, 16, 2, 64)
+    assert [options for _, _, options in seen] == [{"num_splits": 1}, {"max_seqlen_q": 5}]
+
+
+def test_flashinfer_is_called_as_it_documents(adapter, generator):
+    def rmsnorm(x, weight, eps):
+        return torch.nn.functional.rms_norm(x, weight.shape, weight, eps)
+
+    def fused_add_rmsnorm(x, residual, weight, eps):
+        residual += x
+        x.copy_(rmsnorm(residual, weight, eps))
+
+    def silu_and_mul(x, out=None):
+        result = torch.nn.functional.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
+        return result if out is None else out.copy_(result)
+
+    module = adapter(
+        "flashinfer_elementwise",
+        flashinfer__activation={"silu_and_mul": silu_and_mul},
+        flashinfer__norm={"fused_add_rmsnorm": fused_add_rmsnorm, "rmsnorm": rmsnorm},
+    )
+    x, residual = torch.randn(2, 3, 16, generator=generator)
+    weight = torch.randn(16, generator=generator)
+    torch.testing.assert_close(module.swiglu(x), swiglu.swiglu(x))
+    for added in (None, x):
+        expected_residual = residual.clone()
+        expected = add_rms_norm.add_rms_norm(added, expected_residual, weight, epsilon=1e-5)
+        torch.testing.assert_close(module.add_rms_norm(added, residual, weight, epsilon=1e-5), expected)
+        torch.testing.assert_close(residual, expected_residual)
