@@ -151,7 +151,13 @@ def answer_all(
     for item in _run(engine, tokens, params, streaming=False):
         replies[item["final"]["request_id"]] = item["final"]
     return [
-        answered_request(replies[number], prompt=prompt, prompt_tokens=tokens[number], text=engine._controller)
+        answered_request(
+            replies[number],
+            prompt=prompt,
+            prompt_tokens=tokens[number],
+            sampling_params=params[number],
+            text=engine._controller,
+        )
         for number, prompt in enumerate(prompts)
     ]
 

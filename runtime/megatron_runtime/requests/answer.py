@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.record import DynamicInferenceRequestRecord
+from megatron_runtime.sampling_params import SamplingParams
 
 
 class TextOfTokens(Protocol):
@@ -16,7 +17,12 @@ class TextOfTokens(Protocol):
 
 
 def answered_request(
-    reply: dict[str, Any], *, prompt: str | list[int], prompt_tokens: list[int], text: TextOfTokens | None
+    reply: dict[str, Any],
+    *,
+    prompt: str | list[int],
+    prompt_tokens: list[int],
+    sampling_params: SamplingParams,
+    text: TextOfTokens | None,
 ) -> DynamicInferenceRequest:
     """The request of a reply map.
 
@@ -24,6 +30,7 @@ def answered_request(
     text:   None for an engine whose tokens are no text.
     """
     request = DynamicInferenceRequestRecord.from_reply(reply).merge()
+    request.sampling_params = sampling_params
     request.prompt_tokens = prompt_tokens
     request.prompt = prompt if isinstance(prompt, str) else None
     if text is None:
@@ -32,7 +39,7 @@ def answered_request(
         request.prompt = text.detokenize(prompt_tokens)
     if request.generated_text is None:
         request.generated_text = text.detokenize(_without_stop_token(request))
-    if request.sampling_params is not None and request.sampling_params.return_segments:
+    if sampling_params.return_segments:
         request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
     for name in ("prompt_top_n_logprobs", "generated_top_n_logprobs"):
         setattr(request, name, _by_text(getattr(request, name), text))

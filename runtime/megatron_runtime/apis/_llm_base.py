@@ -1,0 +1,329 @@
+"""What MegatronLLM and MegatronAsyncLLM share: the engine, its background runtime, and what every call does.
+
+Nothing here is public; the two classes differ only in how a caller waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Self, TypeVar
+
+from megatron_runtime.apis import _ranks
+from megatron_runtime.apis._coordinator_runtime import _CoordinatorRuntime
+from megatron_runtime.apis._event_loop import _EventLoopManager
+from megatron_runtime.apis._front_end import FrontEnd
+from megatron_runtime.apis._pipeline import default_config, engine_of_model, engine_of_reference
+from megatron_runtime.apis._prompts import Prompt, normalize_prompts
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
+from megatron_runtime.control_link import ControlRefusedError
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.peer_link import CoordinatorUnreachableError
+from megatron_runtime.requests.answer import answered_request
+from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron_runtime.wire.states import EngineState
+
+__all__ = ["_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 30.0
+"""For each verb of a shutdown; an engine that does not answer is left."""
+
+
+class _MegatronLLMBase:
+    """One engine of this process, used directly or through a coordinator.
+
+    Direct mode: every rank is primary, and generate() runs the engine in the calling thread. Lifecycle verbs are for
+    coordinator mode: there a background event loop hosts the engine's connection and, on global rank 0, the client.
+
+    model:     a LlamaForCausalLM of transformers in eval mode, or a LlamaModel. Its weights are copied.
+    tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
+    inference_config: limits and habits; None means Megatron-Core's defaults, with a KV cache that fits this machine.
+    coordinator_host, coordinator_port: where the coordinator listens; by default a free port on the loopback interface.
+    dtype:     "auto", "float32" or "bfloat16".
+    threads:   torch threads; None leaves the choice.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        tokenizer: Any,
+        inference_config: InferenceConfig | None = None,
+        use_coordinator: bool = False,
+        coordinator_host: str | None = None,
+        coordinator_port: int | None = None,
+        dtype: str = "auto",
+        threads: int | None = None,
+    ) -> None:
+        if not use_coordinator and (coordinator_host is not None or coordinator_port is not None):
+            raise ValueError("coordinator_host/port require use_coordinator=True")
+        expert_ranks = getattr(getattr(model, "config", None), "expert_model_parallel_size", 1)
+        if not use_coordinator and expert_ranks > 1:
+            raise ValueError(
+                f"expert_model_parallel_size > 1 (it is {expert_ranks}) needs use_coordinator=True: expert ranks have "
+                "to run in step"
+            )
+        config = inference_config or default_config()
+        if isinstance(model, DynamicInferenceEngine):
+            self._engine = model
+        elif isinstance(model, str):
+            self._engine = engine_of_reference(model, config, dtype=dtype, threads=threads)
+        else:
+            self._engine = engine_of_model(model, tokenizer, config, dtype=dtype, threads=threads)
+        self._model_name = model if isinstance(model, str) else None
+        self._use_coordinator = use_coordinator
+        self._lock = threading.Lock()
+        self._front_end: FrontEnd | None = None
+        self._loop_manager: _EventLoopManager | None = None
+        self._coord_runtime: _CoordinatorRuntime | None = None
+        if use_coordinator:
+            self._start_runtime(coordinator_host, coordinator_port)
+        else:
+            self._engine.executor.load()
+
+    @classmethod
+    def from_pretrained(cls, model: str, **options: Any) -> Self:
+        """The model of a reference, "builtin:NAME", a GGUF file or a directory of transformers, with its tokenizer."""
+        return cls(model=model, tokenizer=None, **options)
+
+    def _start_runtime(self, host: str | None, port: int | None) -> None:
+        manager = _EventLoopManager()
+        manager.start()
+        runtime = _CoordinatorRuntime(
+            self._engine, is_primary=self._is_global_primary(), coordinator_host=host, coordinator_port=port
+        )
+        try:
+            manager.run_sync(runtime.setup(loop=manager.loop))
+        except BaseException:
+            manager.stop()
+            raise
+        self._loop_manager, self._coord_runtime = manager, runtime
+
+    # --- what there is ------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _is_global_primary() -> bool:
+        return _ranks.global_rank() == 0
+
+    @property
+    def is_primary_rank(self) -> bool:
+        """Whether generate() may be called here: on every rank in direct mode, else on global rank 0."""
+        return not self._use_coordinator or self._is_global_primary()
+
+    @property
+    def engine(self) -> DynamicInferenceEngine:
+        return self._engine
+
+    @property
+    def context(self) -> DynamicInferenceContext:
+        return self._engine.context
+
+    @property
+    def controller(self) -> TextGenerationController:
+        return self._engine.controller
+
+    def _assert_primary(self) -> None:
+        if not self.is_primary_rank:
+            raise RuntimeError(
+                f"this is rank {_ranks.global_rank()}: only the primary rank, 0, takes prompts and gives answers"
+            )
+
+    def _assert_coordinator(self) -> None:
+        if not self._use_coordinator:
+            raise RuntimeError("this call needs a coordinator: construct with use_coordinator=True")
+
+    def _normalize_prompts(self, prompts: Any) -> tuple[list[Prompt], bool]:
+        """(prompts as a list, whether a batch was given): see apis._prompts."""
+        return normalize_prompts(prompts)
+
+    def _manager(self) -> _EventLoopManager:
+        self._assert_coordinator()
+        if self._loop_manager is None:
+            raise RuntimeError("this MegatronLLM has been shut down: make a new one")
+        return self._loop_manager
+
+    def _client(self) -> InferenceClient:
+        client = self._coord_runtime.client if self._coord_runtime is not None else None
+        if client is None:
+            raise RuntimeError("this MegatronLLM has been shut down: make a new one")
+        return client
+
+    # --- generate -----------------------------------------------------------------------------------------------
+
+    def _prepare(
+        self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any
+    ) -> tuple[list[Prompt], bool, SamplingParams]:
+        self._assert_primary()
+        if multi_modal_data is not None:
+            raise ValueError("multi_modal_data: this model takes text alone: leave it out")
+        listed, is_batch = self._normalize_prompts(prompts)
+        return listed, is_batch, sampling_params or SamplingParams()
+
+    async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
+        """Answers in the order of `prompts`. In coordinator mode it must run on the background loop; in direct mode the
+        engine runs in a thread meanwhile.
+        """
+        if not self._use_coordinator:
+            return await asyncio.to_thread(self._engine.generate, prompts, sp)
+        tokens = await asyncio.to_thread(self._tokenize, prompts, sp)
+        futures = [self._client().add_request(ids, sp) for ids in tokens]
+        try:
+            replies = await asyncio.gather(*futures)
+        except BaseException:
+            for future in futures:
+                future.cancel()
+            raise
+        return [
+            answered_request(reply, prompt=prompt, prompt_tokens=ids, sampling_params=sp, text=self._engine.controller)
+            for reply, prompt, ids in zip(replies, prompts, tokens, strict=True)
+        ]
+
+    async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
+        """The pieces of one answer, in coordinator mode and on the background loop. Closed early, it aborts."""
+        [tokens] = await asyncio.to_thread(self._tokenize, [prompt], sp)
+        controller = self._engine.controller
+        reader = ChunkReader(prompt=prompt, prompt_tokens=tokens, sampling_params=sp, text=controller)
+        stream = self._client().add_request_streaming(tokens, sp)
+        try:
+            async for item in stream:
+                for chunk in reader.read(item):
+                    yield chunk
+        finally:
+            await stream.aclose()
+
+    @staticmethod
+    async def _next(chunks: AsyncIterator[GenerationChunk]) -> GenerationChunk | None:
+        return await anext(chunks, None)
+
+    def _tokenize(self, prompts: list[Prompt], sp: SamplingParams) -> list[list[int]]:
+        controller = self._engine.controller
+        return [
+            controller.tokenize_prompt(prompt, sp.add_BOS) if isinstance(prompt, str) else list(prompt)
+            for prompt in prompts
+        ]
+
+    # --- lifecycle ----------------------------------------------------------------------------------------------
+
+    async def _pause_impl(self) -> None:
+        await self._verb("pause_engines", EngineState.PAUSED)
+
+    async def _unpause_impl(self) -> None:
+        await self._verb("unpause_engines", EngineState.RUNNING)
+
+    async def _suspend_impl(self) -> None:
+        await self._verb("suspend_engines", EngineState.SUSPENDED)
+
+    async def _resume_impl(self) -> None:
+        await self._verb("resume_engines", EngineState.RESUMED)
+
+    async def _update_weights_impl(self, source: str, epoch: int) -> None:
+        if self.is_primary_rank:
+            await self._client().update_weights(source, epoch)
+
+    async def _set_generation_epoch_impl(self, epoch: int) -> None:
+        if self.is_primary_rank:
+            await self._client().set_generation_epoch(epoch)
+
+    async def _verb(self, name: str, reached: EngineState) -> None:
+        """Every rank calls it: the primary has it confirmed by all engines, a worker waits for its own."""
+        if self.is_primary_rank:
+            await getattr(self._client(), name)()
+        else:
+            await self._engine.wait_until(reached)
+
+    async def _shutdown_impl(self) -> None:
+        """Stop every engine, then the coordinator; a worker waits for its engine to be stopped. Who does not answer in
+        time is left.
+        """
+        assert self._coord_runtime is not None
+        if self._front_end is not None:
+            await self._front_end.stop()
+        if self.is_primary_rank:
+            client = self._client()
+            try:
+                await client.pause_engines(timeout_seconds=FAREWELL_SECONDS)
+                await client.stop_engines(timeout_seconds=FAREWELL_SECONDS)
+            except (ControlRefusedError, CoordinatorUnreachableError) as error:
+                logger.warning("shutting down although the engines did not stop in order: %s", error)
+        else:
+            # The primary rank stops this engine; if it is gone nobody will.
+            await asyncio.wait({self._engine.engine_loop_task}, timeout=2 * FAREWELL_SECONDS)
+        await self._coord_runtime.teardown()
+
+    def _shut_down(self) -> None:
+        """Once; a second caller waits for the first. Not on the background loop, which it ends."""
+        with self._lock:
+            manager = self._loop_manager
+            if manager is None:
+                return
+            try:
+                manager.run_sync(self._shutdown_impl())
+            finally:
+                self._loop_manager = None
+                manager.stop()
+
+    async def _wait_for_shutdown_impl(self) -> None:
+        """Return when the engine was stopped. Raises EngineFailedError when it failed."""
+        await asyncio.shield(self._engine.engine_loop_task)
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------
+
+    async def _serve_impl(self, config: ServeConfig) -> None:
+        """Start the HTTP front end, on the primary rank."""
+        assert self._coord_runtime is not None
+        assert self._coord_runtime.coord_addr is not None
+        if not self.is_primary_rank:
+            return
+        if self._front_end is not None:
+            raise RuntimeError(f"HTTP is served already, at {self._front_end.url}")
+        self._front_end = FrontEnd(
+            config,
+            coordinator=self._coord_runtime.coord_addr,
+            tokenizer=self._engine.controller.tokenizer,
+            model_name=config.model_name or self._model_name or "model",
+            max_sequence_length=self._engine.context.max_sequence_length,
+        )
+        try:
+            await self._front_end.start()
+        except BaseException:
+            self._front_end = None
+            raise
+
+    def _check_can_serve(self) -> None:
+        if not self._use_coordinator:
+            raise ValueError("serve() needs a coordinator: construct with use_coordinator=True")
+
+    @property
+    def url(self) -> str | None:
+        """Where HTTP is served, "http://host:port"; None where it is not."""
+        return self._front_end.url if self._front_end is not None else None
+
+    # --- bridges ------------------------------------------------------------------------------------------------
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Run a coroutine on the background loop; wait for the future as you like."""
+        return self._bridge(coro).submit(coro)
+
+    def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the background loop and block for its result; the caller's loop stands still."""
+        return self._bridge(coro).run_sync(coro)
+
+    def _bridge(self, coro: Coroutine[Any, Any, Any]) -> _EventLoopManager:
+        try:
+            return self._manager()
+        except RuntimeError:
+            coro.close()
+            raise

@@ -1,0 +1,100 @@
+"""From a model and a tokenizer to an engine: wrapper, controller, executor, engine."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.loading.source import ModelSource, resolve
+from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+
+DEFAULT_MEMORY_SHARE = 0.25
+"""Of the memory that is free, for the KV cache of an engine whose configuration nobody gave."""
+
+
+def default_config() -> InferenceConfig:
+    """Megatron-Core's defaults, with a KV cache that this machine has room for."""
+    wanted = InferenceConfig()
+    room = _available_bytes() * DEFAULT_MEMORY_SHARE / (1 << 30)
+    return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, room), enable_chunked_prefill=True)
+
+
+def engine_of_reference(
+    model: str, config: InferenceConfig, *, dtype: str, threads: int | None
+) -> DynamicInferenceEngine:
+    """The engine of a model reference, weights not loaded yet. Raises ModelSourceError, UnsupportedModelError."""
+    return _engine(resolve(model), lambda: load_tokenizer(model), config, dtype=dtype, threads=threads)
+
+
+def engine_of_model(
+    model: Any, tokenizer: Any, config: InferenceConfig, *, dtype: str, threads: int | None
+) -> DynamicInferenceEngine:
+    """The engine of a model that the program holds, weights not copied yet.
+
+    Raises UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be taken over.
+    """
+    from megatron_runtime.loading.in_memory import model_in_memory
+
+    return _engine(model_in_memory(model), take_over_tokenizer(tokenizer), config, dtype=dtype, threads=threads)
+
+
+def _engine(
+    source: ModelSource,
+    tokenizer: Tokenizer | Callable[[], Tokenizer],
+    config: InferenceConfig,
+    *,
+    dtype: str,
+    threads: int | None,
+) -> DynamicInferenceEngine:
+    # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from megatron_runtime.engines.torch_executor import TorchExecutor
+    from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+
+    executor = TorchExecutor(
+        source,
+        TextGenerationController(None, tokenizer, logprobs_mode=config.logprobs_mode),
+        dtype=dtype,
+        kv_cache_memory=config.buffer_bytes,
+        threads=threads,
+    )
+    return DynamicInferenceEngine(executor, config)
+
+
+def take_over_tokenizer(tokenizer: Any) -> Tokenizer:
+    """`tokenizer` itself, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as ours."""
+    if isinstance(tokenizer, Tokenizer):
+        return tokenizer
+    if isinstance(tokenizer, str | Path):
+        return load_tokenizer(str(tokenizer))
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if type(backend).__module__.partition(".")[0] != "tokenizers":
+        raise TypeError(
+            f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of "
+            "megatron_runtime, a fast tokenizer of transformers, or a model reference"
+        )
+    return _from_backend(backend, tokenizer)
+
+
+def _from_backend(backend: Any, tokenizer: Any) -> Tokenizer:
+    from megatron_runtime.tokenization.chat_template import ChatTemplate
+
+    eos = getattr(tokenizer, "eos_token_id", None)
+    template = getattr(tokenizer, "chat_template", None)
+    names = ("bos_token", "eos_token", "unk_token", "pad_token")
+    special = {name: text for name in names if (text := getattr(tokenizer, name, None)) is not None}
+    return Tokenizer(
+        backend,
+        bos_id=getattr(tokenizer, "bos_token_id", None),
+        eos_ids=() if eos is None else (eos,),
+        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+    )
+
+
+def _available_bytes() -> int:
+    pages = os.sysconf("SC_AVPHYS_PAGES") if "SC_AVPHYS_PAGES" in os.sysconf_names else os.sysconf("SC_PHYS_PAGES")
+    return pages * os.sysconf("SC_PAGE_SIZE")

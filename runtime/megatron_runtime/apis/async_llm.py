@@ -1,0 +1,133 @@
+"""`MegatronAsyncLLM`: inference for programs on an event loop, and HTTP serving."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any, Self
+
+from megatron_runtime.apis._llm_base import _MegatronLLMBase
+from megatron_runtime.apis._prompts import Prompt, Prompts
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
+from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+
+
+class MegatronAsyncLLM(_MegatronLLMBase):
+    """Coroutines for any event loop; the engine's own runs in a background thread.
+
+        async with MegatronAsyncLLM.from_pretrained("builtin:smollm2-135m") as llm:
+            answers = await asyncio.gather(*(llm.generate(prompt) for prompt in prompts))
+
+    The arguments are those of `_MegatronLLMBase`, but use_coordinator is True by default.
+
+    allow_direct_mode: accept use_coordinator=False; generate() then takes a thread, and calls wait for each other.
+    """
+
+    def __init__(self, *, use_coordinator: bool = True, allow_direct_mode: bool = False, **options: Any) -> None:
+        if not use_coordinator and not allow_direct_mode:
+            raise ValueError("MegatronAsyncLLM requires use_coordinator=True (or allow_direct_mode=True)")
+        super().__init__(use_coordinator=use_coordinator, **options)
+
+    async def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Answer one prompt, or a list of prompts in their order. What cannot be answered has status FAILED.
+
+        prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
+
+        Raises RuntimeError on a worker rank, TypeError for another kind of prompts, RequestRejectedError.
+        """
+        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        if not listed:
+            return []
+        generating = self._generate_impl(listed, params)
+        answers = await (self._manager().run_async(generating) if self._use_coordinator else generating)
+        return answers if is_batch else answers[0]
+
+    async def generate_stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> AsyncIterator[GenerationChunk]:
+        """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
+        [single], is_batch, params = self._prepare(prompt, sampling_params, None)
+        if is_batch:
+            raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        if not self._use_coordinator:
+            async for piece in self._stream_directly(single, params):
+                yield piece
+            return
+        manager = self._manager()
+        chunks = self._stream_impl(single, params)
+        try:
+            while (chunk := await manager.run_async(self._next(chunks))) is not None:
+                yield chunk
+        finally:
+            await manager.run_async(chunks.aclose())
+
+    async def _stream_directly(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[GenerationChunk]:
+        [tokens] = await asyncio.to_thread(self._tokenize, [prompt], params)
+        controller = self._engine.controller
+        reader = ChunkReader(prompt=prompt, prompt_tokens=tokens, sampling_params=params, text=controller)
+        items = self._engine.generate_stream(tokens, params)
+        try:
+            while (item := await asyncio.to_thread(next, items, None)) is not None:
+                for chunk in reader.read(item):
+                    yield chunk
+        finally:
+            await asyncio.to_thread(items.close)
+
+    # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Freeze generation; requests keep their place and tokens. Returns when every engine has paused."""
+        await self._manager().run_async(self._pause_impl())
+
+    async def unpause(self) -> None:
+        await self._manager().run_async(self._unpause_impl())
+
+    async def suspend(self) -> None:
+        """Give weights and KV cache back. Legal when paused."""
+        await self._manager().run_async(self._suspend_impl())
+
+    async def resume(self) -> None:
+        """Take memory again. The engines are paused then: unpause() comes next."""
+        await self._manager().run_async(self._resume_impl())
+
+    async def update_weights(self, source: str, epoch: int) -> None:
+        """Go on with the weights at `source`, a model reference, labelled `epoch`. Legal running and paused."""
+        await self._manager().run_async(self._update_weights_impl(source, epoch))
+
+    async def set_generation_epoch(self, epoch: int) -> None:
+        """Label the tokens sampled from now on with `epoch`."""
+        await self._manager().run_async(self._set_generation_epoch_impl(epoch))
+
+    async def shutdown(self) -> None:
+        """Stop the engines and the coordinator. In direct mode there is nothing to stop. Idempotent."""
+        if self._use_coordinator:
+            await asyncio.to_thread(self._shut_down)
+
+    async def wait_for_shutdown(self) -> None:
+        """Return when this rank's engine was stopped, at once in direct mode."""
+        if self._loop_manager is not None:
+            await self._loop_manager.run_async(self._wait_for_shutdown_impl())
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------
+
+    async def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
+        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only heed `blocking`.
+
+        blocking: return when the engines were stopped; otherwise at once, with `url` set.
+
+        Raises ValueError in direct mode, OSError when the address is taken.
+        """
+        self._check_can_serve()
+        await self._manager().run_async(self._serve_impl(serve_config or ServeConfig()))
+        if blocking:
+            await self.wait_for_shutdown()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.shutdown()

@@ -1,0 +1,118 @@
+"""`MegatronLLM`: inference for programs that block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Self
+
+from megatron_runtime.apis._llm_base import _MegatronLLMBase
+from megatron_runtime.apis._prompts import Prompts
+from megatron_runtime.apis.serve_config import ServeConfig
+from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
+from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+
+
+class MegatronLLM(_MegatronLLMBase):
+    """Calls that block until they are done. The arguments are those of `_MegatronLLMBase`.
+
+        with MegatronLLM.from_pretrained("builtin:smollm2-135m") as llm:
+            print(llm.generate("The capital of France is").generated_text)
+
+    Safe to use from several threads.
+    """
+
+    def generate(
+        self, prompts: Prompts, sampling_params: SamplingParams | None = None, multi_modal_data: Any = None
+    ) -> DynamicInferenceRequest | list[DynamicInferenceRequest]:
+        """Answer one prompt, or a list of prompts in their order. What cannot be answered has status FAILED.
+
+        prompts: str, list[int], list[str] or list[list[int]]; the first two are one prompt.
+
+        Raises RuntimeError on a worker rank, TypeError for another kind of prompts, RequestRejectedError.
+        """
+        listed, is_batch, params = self._prepare(prompts, sampling_params, multi_modal_data)
+        if not listed:
+            return []
+        if self._use_coordinator:
+            answers = self._manager().run_sync(self._generate_impl(listed, params))
+        else:
+            answers = self._engine.generate(listed, params)
+        return answers if is_batch else answers[0]
+
+    def generate_stream(
+        self, prompt: str | list[int], sampling_params: SamplingParams | None = None
+    ) -> Iterator[GenerationChunk]:
+        """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
+        [single], is_batch, params = self._prepare(prompt, sampling_params, None)
+        if is_batch:
+            raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        if not self._use_coordinator:
+            controller = self._engine.controller
+            [tokens] = self._tokenize([single], params)
+            reader = ChunkReader(prompt=single, prompt_tokens=tokens, sampling_params=params, text=controller)
+            for item in self._engine.generate_stream(tokens, params):
+                yield from reader.read(item)
+            return
+        manager = self._manager()
+        chunks = self._stream_impl(single, params)
+        try:
+            while (chunk := manager.run_sync(self._next(chunks))) is not None:
+                yield chunk
+        finally:
+            manager.run_sync(chunks.aclose())
+
+    # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
+
+    def pause(self) -> None:
+        """Freeze generation; requests keep their place and tokens. Returns when every engine has paused."""
+        self._manager().run_sync(self._pause_impl())
+
+    def unpause(self) -> None:
+        self._manager().run_sync(self._unpause_impl())
+
+    def suspend(self) -> None:
+        """Give weights and KV cache back. Legal when paused."""
+        self._manager().run_sync(self._suspend_impl())
+
+    def resume(self) -> None:
+        """Take memory again. The engines are paused then: unpause() comes next."""
+        self._manager().run_sync(self._resume_impl())
+
+    def update_weights(self, source: str, epoch: int) -> None:
+        """Go on with the weights at `source`, a model reference, labelled `epoch`. Legal running and paused."""
+        self._manager().run_sync(self._update_weights_impl(source, epoch))
+
+    def set_generation_epoch(self, epoch: int) -> None:
+        """Label the tokens sampled from now on with `epoch`."""
+        self._manager().run_sync(self._set_generation_epoch_impl(epoch))
+
+    def shutdown(self) -> None:
+        """Stop the engines and the coordinator. In direct mode there is nothing to stop. Idempotent."""
+        if self._use_coordinator:
+            self._shut_down()
+
+    def wait_for_shutdown(self) -> None:
+        """Return when this rank's engine was stopped, at once in direct mode."""
+        if self._loop_manager is not None:
+            self._loop_manager.run_sync(self._wait_for_shutdown_impl())
+
+    # --- HTTP ---------------------------------------------------------------------------------------------------
+
+    def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
+        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only heed `blocking`.
+
+        blocking: return when the engines were stopped; otherwise at once, with `url` set.
+
+        Raises ValueError in direct mode, OSError when the address is taken.
+        """
+        self._check_can_serve()
+        self._manager().run_sync(self._serve_impl(serve_config or ServeConfig()))
+        if blocking:
+            self.wait_for_shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.shutdown()

@@ -1,0 +1,141 @@
+"""_EventLoopManager: a background loop that never deadlocks and leaves nothing behind."""
+
+import asyncio
+import concurrent.futures
+import threading
+import types
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_runtime.apis._llm_base import _EventLoopManager
+
+
+@pytest.fixture
+def manager() -> Iterator[_EventLoopManager]:
+    manager = _EventLoopManager()
+    manager.start()
+    yield manager
+    manager.stop()
+
+
+async def where() -> threading.Thread:
+    return threading.current_thread()
+
+
+def test_there_is_no_loop_before_start_and_after_stop() -> None:
+    manager = _EventLoopManager()
+    with pytest.raises(RuntimeError, match="call start"):
+        _ = manager.loop
+    with pytest.raises(RuntimeError, match="call start"):
+        manager.submit(where())
+    manager.start()
+    assert manager.loop.is_running()
+    manager.stop()
+    with pytest.raises(RuntimeError, match="call start"):
+        manager.run_sync(where())
+
+
+def test_start_and_stop_are_idempotent_and_join_the_thread(manager) -> None:
+    thread = manager.run_sync(where())
+    loop = manager.loop
+    manager.start()
+    assert manager.loop is loop
+    assert thread.daemon
+    assert thread is not threading.current_thread()
+    manager.stop()
+    manager.stop()
+    assert not thread.is_alive()
+    assert loop.is_closed()
+
+
+def test_submit_gives_a_future_and_run_sync_its_result(manager) -> None:
+    assert manager.submit(where()).result() is manager.run_sync(where())
+
+    async def fail() -> None:
+        raise LookupError("told to")
+
+    with pytest.raises(LookupError, match="told to"):
+        manager.run_sync(fail())
+
+
+def test_run_sync_on_its_own_loop_is_an_error_and_no_deadlock(manager) -> None:
+    async def inside() -> None:
+        manager.run_sync(where())
+
+    with pytest.raises(RuntimeError, match="background loop"):
+        manager.run_sync(inside())
+
+    async def stop_inside() -> None:
+        manager.stop()
+
+    with pytest.raises(RuntimeError, match="background loop"):
+        manager.run_sync(stop_inside())
+
+
+async def test_run_sync_from_another_running_loop_is_allowed(manager) -> None:
+    assert manager.run_sync(where()) is not threading.current_thread()
+
+
+async def test_run_async_from_any_loop(manager) -> None:
+    thread = await manager.run_async(where())
+    assert thread is not threading.current_thread()
+
+    async def nested() -> threading.Thread:
+        return await manager.run_async(where())
+
+    assert await manager.run_async(nested()) is thread
+
+
+async def test_a_caller_that_is_cancelled_cancels_what_it_waits_for(manager) -> None:
+    cancelled = threading.Event()
+    begun = threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    task = asyncio.create_task(manager.run_async(wait()))
+    await asyncio.to_thread(begun.wait)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert await asyncio.to_thread(cancelled.wait, 20)
+
+
+def test_stop_cancels_what_still_runs_and_wakes_who_waits(manager) -> None:
+    future = manager.submit(asyncio.Event().wait())
+    manager.stop()
+    with pytest.raises(concurrent.futures.CancelledError):
+        future.result(timeout=20)
+
+
+def test_the_thread_takes_over_the_callers_device_before_start_returns(monkeypatch) -> None:
+    devices: list[tuple[int, threading.Thread]] = []
+    cuda = types.SimpleNamespace(
+        is_available=lambda: True,
+        current_device=lambda: 3,
+        set_device=lambda device: devices.append((device, threading.current_thread())),
+    )
+    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace(cuda=cuda))
+    manager = _EventLoopManager()
+    manager.start()
+    assert [device for device, _ in devices] == [3]
+    assert manager.run_sync(where()) is devices[0][1]
+    manager.stop()
+
+
+def test_a_device_that_cannot_be_taken_fails_start(monkeypatch) -> None:
+    def refuse(device: int) -> None:
+        raise RuntimeError(f"no device {device}")
+
+    cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 9, set_device=refuse)
+    monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace(cuda=cuda))
+    manager = _EventLoopManager()
+    with pytest.raises(RuntimeError, match="no device 9"):
+        manager.start()
+    manager.stop()
