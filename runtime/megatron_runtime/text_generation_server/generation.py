@@ -105,7 +105,7 @@ class _Choice:
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
         """Take a partial answer."""
-        echo = self._echo(partial) if "prompt_log_probs" in partial else None
+        echo = self._echo(partial) if partial.get("prompt_log_probs") is not None else None
         if not self._has_begun or self._job.prompt_only:
             # The prompt's log-probabilities come first, or with the final reply: so does all of the answer.
             return echo

@@ -190,6 +190,7 @@ class Served:
 async def served() -> AsyncIterator[Served]:
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--executor", "echo", "--port", "0"),
+        *("--kv-cache-memory", "16Mi"),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.STDOUT,
     )
