@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 import yaml
+from bad_values import bad_values
+
+from megatron_operator.cluster.api import ApiError
+from megatron_operator.cluster.kinds import RESOURCE
 
 pytestmark = pytest.mark.cluster
 
@@ -24,11 +28,14 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        (manifest({"model": {"source": {}}}), ["spec.model.source", "set exactly one of", "builtin"]),
-        (manifest({"model": {"source": TWO}}), ["spec.model.source", "set exactly one of"]),
+        (
+            manifest({"model": {"source": {}}}),
+            ["spec.model.source", "0 sources are set", "set exactly one of", "builtin"],
+        ),
+        (manifest({"model": {"source": TWO}}), ["spec.model.source", "2 sources are set", "set exactly one of"]),
         (
             manifest({"model": SOURCE, "parallelism": {"tensor": 3}, "engine": {"gpusPerPod": 2}}),
-            ["spec.parallelism", "must be divisible by spec.engine.gpusPerPod"],
+            ["spec.parallelism", "= 3 ranks is not divisible by spec.engine.gpusPerPod = 2", "make one a multiple"],
         ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
@@ -54,3 +61,18 @@ def test_samples_are_admitted(kubectl: Any, path: Path, namespace: str) -> None:
 
 def test_there_are_samples() -> None:
     assert SAMPLES
+
+
+async def test_every_bad_value_of_the_schema_is_refused_and_named(api: Any, namespace: str) -> None:
+    path = f"{RESOURCE.path(namespace)}?dryRun=All&fieldValidation=Strict"
+    taken: list[str] = []
+    unnamed: list[str] = []
+    for bad in bad_values():
+        body = json.loads(manifest(bad.spec()))
+        try:
+            await api.request("POST", path, body=body)
+            taken.append(bad.field)
+        except ApiError as error:
+            if error.code not in (400, 422) or bad.path[-1] not in error.message:
+                unnamed.append(f"{bad.field}: {error.message}")
+    assert (taken, unnamed) == ([], [])

@@ -61,6 +61,15 @@ class Reason(Documented):
     UNSCHEDULABLE = "Unschedulable", "No node can take a pod; the message is the scheduler's."
     CRASH_LOOPING = "CrashLooping", "A container keeps ending; the message has its exit code and last words."
     OUT_OF_MEMORY = "OutOfMemory", "A container was killed for exceeding its memory limit."
+    GPU_OUT_OF_MEMORY = "GpuOutOfMemory", "An engine does not fit into the memory of its GPUs."
+    NO_GPU = "NoGpu", "An engine sees fewer GPUs than it has ranks."
+    WEIGHTS_MISSING = "WeightsMissing", "An engine cannot find or read its weights."
+    ACCESS_DENIED = "AccessDenied", "The source of the weights refuses the token, or the lack of one."
+    RENDEZVOUS_FAILED = "RendezvousFailed", "The ranks of an engine do not find each other."
+    PORT_TAKEN = "PortTaken", "A port that a container needs is taken."
+    DISK_FULL = "DiskFull", "A volume of a pod is full."
+    ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine refuses what the spec asks of it, and says why."
+    VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. for a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",

@@ -6,6 +6,7 @@ Cross-field rules stand twice, side by side: as CEL for the API server and as va
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
@@ -116,6 +117,7 @@ class ImageSource(ApiModel):
 
 
 _SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
+_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "].filter(set, set)"
 
 
 class ModelSource(ApiModel):
@@ -123,8 +125,10 @@ class ModelSource(ApiModel):
         json_schema_extra={
             "x-kubernetes-validations": [
                 cel(
-                    "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "].exists_one(set, set)",
+                    f"{_SET_SOURCES}.size() == 1",
                     f"spec.model.source: set exactly one of {', '.join(_SOURCES)}",
+                    expression=f"'spec.model.source: ' + string({_SET_SOURCES}.size()) + ' sources are set; "
+                    f"set exactly one of {', '.join(_SOURCES)}'",
                 )
             ]
         }
@@ -334,6 +338,9 @@ class MegatronInferenceSpec(ApiModel):
                     f"{_RANKS} % {_POD_DIVISOR} == 0",
                     "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
                     "spec.engine.ranksPerPod when gpusPerPod is 0",
+                    expression=f"'spec.parallelism: tensor x pipeline x expert = ' + string({_RANKS}) + ' ranks is not "
+                    "divisible by spec.engine.' + (self.engine.gpusPerPod > 0 ? 'gpusPerPod' : 'ranksPerPod') + ' = ' "
+                    f"+ string({_POD_DIVISOR}) + '; make one a multiple of the other'",
                 ),
                 cel(
                     "!has(self.weights) || !has(self.model.source.huggingFace) || "
@@ -434,4 +441,5 @@ def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
     Raises:
         pydantic.ValidationError: with the path of every field that is wrong.
     """
-    return MegatronInferenceSpec.model_validate(spec)
+    # As JSON, strictly: what the API server's schema refuses, such as "yes" for a boolean, is refused here too.
+    return MegatronInferenceSpec.model_validate_json(json.dumps(spec), strict=True)

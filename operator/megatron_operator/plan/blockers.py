@@ -92,6 +92,10 @@ def engines_wait(scene: Scene) -> Finding:
         found = engine_finding(scene, engine)
         if found is not None:
             return found[0], f"engine {engine.name}: {found[1]}"
+    bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
+    if bare is not None:
+        why = f"a quota or an admission rule may refuse them: kubectl describe statefulset {bare.name}"
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to make its pods ({why})"
     names = ", ".join(engine.name for engine in absent[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"

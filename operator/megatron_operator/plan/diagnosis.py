@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megatron_operator.model.conditions import Reason
+from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, find_cause
 from megatron_operator.plan.world import PodView
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
@@ -28,7 +29,9 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
     if pod.reason in _CONFIG:
         return Reason.CONTAINER_CONFIG_ERROR, f"pod {pod.name}: {pod.reason}{said}"
     if pod.reason in ("Unschedulable", "SchedulingGated"):
-        return Reason.UNSCHEDULABLE, f"pod {pod.name} has no node{said}"
+        cause = find_cause(pod.message, SCHEDULING)
+        remedy = f"; {cause.remedy}" if cause else ""
+        return (cause.reason if cause else Reason.UNSCHEDULABLE), f"pod {pod.name} has no node{said}{remedy}"
     ended = pod.exit_code is not None
     if ended and pod.exit_reason == "OOMKilled":
         return Reason.OUT_OF_MEMORY, (
@@ -37,11 +40,18 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
         )
     crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2
     if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
-        return Reason.CRASH_LOOPING, (
-            f"pod {pod.name}: its container ended with exit code {pod.exit_code} ({pod.restarts} restarts)"
-            f"{_last_words(pod)}"
-        )
+        return _ended(pod)
     return None
+
+
+def _ended(pod: PodView) -> tuple[Reason, str]:
+    meaning = EXIT_CODES.get(pod.exit_code or 0)
+    code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
+    who = f"pod {pod.name} (node rank {pod.index} of {pod.engine})" if pod.engine else f"pod {pod.name}"
+    cause = find_cause(pod.last_message)
+    remedy = f"; {cause.remedy}" if cause else ""
+    reason = cause.reason if cause else Reason.CRASH_LOOPING
+    return reason, f"{who}: its container ended with {code} ({pod.restarts} restarts){_last_words(pod)}{remedy}"
 
 
 def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:

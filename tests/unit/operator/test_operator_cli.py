@@ -70,7 +70,8 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
     text = explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status})
     assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
-    assert "waits for: engine demo-engine-0: pod demo-engine-0-0: its container ended with exit code 3" in text
+    assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
+    assert "its container ended with exit code 3" in text
     assert "trouble: CrashLooping" in text
 
 

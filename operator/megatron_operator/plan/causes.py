@@ -1,0 +1,99 @@
+"""From the last words of a container, or of a scheduler, to the probable cause and what to do about it. One table."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron_operator.model.conditions import Reason
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    reason: Reason
+    pattern: re.Pattern[str]
+    remedy: str
+
+
+def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
+    return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
+
+
+LAST_WORDS: tuple[Cause, ...] = (
+    _cause(
+        Reason.GPU_OUT_OF_MEMORY,
+        r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
+        "lower batching.kvCacheMemory or maxSequenceLength, choose a smaller dtype, or raise parallelism.tensor",
+    ),
+    _cause(
+        Reason.NO_GPU,
+        r"no CUDA(-capable)? (device|GPU)|CUDA.*not available|found no NVIDIA|invalid device ordinal",
+        "let spec.engine.gpusPerPod be the GPUs of a pod, and see that the node's device plugin offers them",
+    ),
+    _cause(
+        Reason.ACCESS_DENIED,
+        r"\b(401|403)\b.*(client error|unauthorized|forbidden)|gated repo|GatedRepoError|invalid (user )?token",
+        "set spec.model.source.huggingFace.tokenSecretRef to a token that may read the repository",
+    ),
+    _cause(
+        Reason.RENDEZVOUS_FAILED,
+        r"rendezvous|connect\(\) timed out|store.*(timed? ?out|timeout)|Connection closed by peer"
+        r"|gloo.*(timed? ?out|connect)",
+        "see that all pods of the engine are scheduled, and that NetworkPolicies let them reach each other",
+    ),
+    _cause(
+        Reason.PORT_TAKEN,
+        r"address (is )?already in use|EADDRINUSE|cannot bind",
+        "do not use hostNetwork in podTemplate, or free the port on the node",
+    ),
+    _cause(
+        Reason.DISK_FULL,
+        r"no space left on device|ENOSPC|disk quota exceeded",
+        "give the cache volume more room in podTemplate, or the node more ephemeral storage",
+    ),
+    _cause(
+        Reason.WEIGHTS_MISSING,
+        r"no such (file|model|directory)|not a (directory|file)|does not exist|no weights"
+        r"|weights? .*(missing|not found)|config\.json|repository not found|unknown builtin|\.safetensors|\.gguf",
+        "correct spec.model.source or spec.weights.revision",
+    ),
+    _cause(
+        Reason.ENGINE_CONFIG_REFUSED,
+        r"not divisible|unsupported|is not supported|InvalidConfig|exceeds the model|usage: ",
+        "correct the field of the spec that the message names",
+    ),
+)
+"""The first that matches. What is specific comes first."""
+
+SCHEDULING: tuple[Cause, ...] = (
+    _cause(
+        Reason.VOLUME_MISSING,
+        r"persistentvolumeclaim .*not found|unbound immediate PersistentVolumeClaims|volume node affinity",
+        "create the claim that spec.model.source.persistentVolumeClaim names, and see that it is bound",
+    ),
+    _cause(
+        Reason.UNSCHEDULABLE,
+        r"insufficient nvidia\.com/gpu",
+        "free GPUs, add nodes that have them, or lower spec.replicas or parallelism",
+    ),
+    _cause(Reason.UNSCHEDULABLE, r"insufficient (cpu|memory)", "lower the requests in podTemplate, or add nodes"),
+    _cause(Reason.UNSCHEDULABLE, r"taint", "add a toleration in podTemplate, or take the taint away"),
+    _cause(
+        Reason.UNSCHEDULABLE,
+        r"node affinity|node selector|didn't match",
+        "correct nodeSelector or affinity in podTemplate",
+    ),
+)
+
+EXIT_CODES: dict[int, str] = {
+    126: "the command cannot be executed",
+    127: "the image has no such command",
+    134: "it aborted",
+    137: "it was killed, most often for its memory",
+    139: "it crashed with a segmentation fault",
+    143: "it was told to end",
+}
+
+
+def find_cause(text: str, causes: tuple[Cause, ...] = LAST_WORDS) -> Cause | None:
+    return next((cause for cause in causes if cause.pattern.search(text)), None)

@@ -1,0 +1,88 @@
+"""Bad values of every field of the spec, generated from its schema: wrong types, out of range, malformed, unknown."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_operator.model.crd import structural_schema
+from megatron_operator.model.resource import MegatronInferenceSpec
+
+Schema = dict[str, Any]
+GOOD: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}
+WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x"}
+
+
+@dataclass(frozen=True)
+class BadValue:
+    path: tuple[str, ...]
+    value: Any
+    why: str
+
+    @property
+    def field(self) -> str:
+        return ".".join(("spec", *self.path))
+
+    def spec(self) -> dict[str, Any]:
+        """A spec that is wrong in this one field."""
+        spec = copy.deepcopy(GOOD)
+        if self.path[:2] == ("model", "source") and len(self.path) > 2:
+            spec["model"]["source"] = {}
+        at = spec
+        for name, schema in _along(self.path[:-1]):
+            if name not in at:
+                at[name] = _minimal(schema)
+            at = at[name]
+        at[self.path[-1]] = self.value
+        return spec
+
+
+def _along(path: tuple[str, ...]) -> Iterator[tuple[str, Schema]]:
+    schema = structural_schema(MegatronInferenceSpec)
+    for name in path:
+        schema = schema["properties"][name]
+        yield name, schema
+
+
+def _minimal(schema: Schema) -> Any:
+    """The smallest value that the schema takes, so that nothing but the one field is wrong."""
+    if schema.get("type") != "object":
+        return "org/name" if "/" in schema.get("pattern", "") else "x"
+    return {name: _minimal(schema["properties"][name]) for name in schema.get("required", ())}
+
+
+def bad_values() -> list[BadValue]:
+    """All of them, in the order of the schema."""
+    return list(_of(structural_schema(MegatronInferenceSpec), ()))
+
+
+def _of(schema: Schema, path: tuple[str, ...]) -> Iterator[BadValue]:
+    for name, field in schema.get("properties", {}).items():
+        where = (*path, name)
+        yield from _wrong(field, where)
+        yield from _of(field, where)
+    if "properties" in schema:
+        yield BadValue((*path, "noSuchField"), 1, "unknown field")
+
+
+def _wrong(field: Schema, path: tuple[str, ...]) -> Iterator[BadValue]:
+    kind = field["type"]
+    yield BadValue(path, WRONG_TYPE[kind], f"not {kind}")
+    if kind == "integer":
+        yield BadValue(path, 1.5, "not whole")
+        yield BadValue(path, "many", "not a number")
+        if "minimum" in field:
+            yield BadValue(path, field["minimum"] - 1, "too small")
+        if "maximum" in field:
+            yield BadValue(path, field["maximum"] + 1, "too large")
+    if "enum" in field:
+        yield BadValue(path, "Sometimes", "not one of the words")
+        yield BadValue(path, field["enum"][0].upper() + "x", "misspelt")
+    if "pattern" in field:
+        yield BadValue(path, " ?", "malformed")
+    if field.get("minLength"):
+        yield BadValue(path, "", "empty")
+    if "maxLength" in field:
+        yield BadValue(path, "a" * (field["maxLength"] + 1), "too long")

@@ -1,0 +1,64 @@
+"""Bad values from the schema are refused with the field; valid ones that wedge a resource are got over by a revert."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from bad_values import GOOD, BadValue, bad_values
+from pydantic import ValidationError
+
+from megatron_operator.manifest_file import describe
+from megatron_operator.model.resource import parse_spec
+
+ALL = bad_values()
+WEDGES: list[dict[str, Any]] = [
+    {"engine": {"image": "registry.example/none:1"}},
+    {"engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "command": ["false"]}]}}}},
+    {"engine": {"podTemplate": {"spec": {"nodeSelector": {"no": "node"}}}}},
+    {"engine": {"podTemplate": {"spec": {"containers": "x"}}}},
+    {"engine": {"gpusPerPod": 1}},
+    {"engine": {"startupSeconds": 10}},
+    {"engine": {"batching": {"kvCacheMemory": "1Ti"}}},
+    {"model": {"source": {"builtin": "no-such-model"}}},
+    {"model": {**GOOD["model"], "dtype": "Float8"}},
+    {"model": {**GOOD["model"], "maxSequenceLength": 16_777_216}},
+    {"parallelism": {"tensor": 3}},
+    {"coordinator": {"podTemplate": {"spec": {"containers": 7}}}},
+    {"server": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
+    {"replicas": 0},
+]
+
+
+def test_there_are_two_hundred_bad_values() -> None:
+    assert len(ALL) >= 200
+    parse_spec(GOOD)
+
+
+@pytest.mark.parametrize("bad", ALL, ids=lambda bad: f"{bad.field}: {bad.why}")
+def test_the_offline_tools_refuse_it_and_name_the_field(bad: BadValue) -> None:
+    with pytest.raises(ValidationError) as refused:
+        parse_spec(bad.spec())
+    assert bad.field in describe(refused.value)
+
+
+@pytest.mark.parametrize("wedge", WEDGES, ids=str)
+def test_what_wedged_a_resource_is_got_over_by_taking_it_back(make_cluster: Any, wedge: dict[str, Any]) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    before = {name: cluster.spec.get(name) for name in wedge}
+    cluster.broken_engines |= {"demo-engine-0", "demo-engine-1"}
+    cluster.patch(**wedge)
+    for _ in range(12):
+        cluster.step()
+        cluster.tick()
+    cluster.broken_engines.clear()
+    cluster.patch()
+    for name, value in before.items():
+        if value is None:
+            cluster.spec.pop(name)
+        else:
+            cluster.spec[name] = value
+    cluster.settle()
+    assert (cluster.state, cluster.status["ready"]) == ("Running", "2/2")
+    assert cluster.condition("Degraded")["status"] == "False"
