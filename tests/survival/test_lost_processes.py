@@ -13,7 +13,7 @@ from megatron_runtime.engines.echo_executor import echo_answer
 
 STREAMS = size(1000, soak=1000)
 CLIENTS = 4
-ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.02", "--kv-cache-memory", "16Mi")
+ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.05", "--kv-cache-memory", "16Mi")
 FROZEN_SECONDS = 15.0
 LIVENESS_SECONDS = 180.0
 """Far above what is needed: only a hang takes so long."""
@@ -37,10 +37,12 @@ class Scene:
         await until_serving(self.link, fleet.engines)
         self.load = Load([await fleet.client() for _ in range(CLIENTS)])
         for number in range(STREAMS):
-            self.load.add([number, *self.random.choices(range(50_000), k=7)], self.random.randint(20, 80))
+            self.load.add([number, *self.random.choices(range(50_000), k=7)], self.random.randint(20, 100))
 
     async def until_a_random_moment(self) -> None:
-        await self.load.until(self.random.randint(STREAMS, self.load.asked * 2 // 3))
+        await self.load.until(self.random.randint(STREAMS, self.load.asked // 2))
+        self.in_flight = (await self.link.status(timeout_seconds=60)).in_flight
+        assert self.in_flight > 0
 
     async def check(self) -> None:
         """Every stream has ended, each equal to the undisturbed answer, and the engines take work again."""
@@ -52,7 +54,7 @@ class Scene:
     def added_latency(self, *, since: float) -> str:
         gaps = sorted(record.longest_gap(since=since) for record in self.load.records)
         return (
-            f"{len(gaps)} streams complete and equal; longest wait for a frame after the fault: "
+            f"{len(gaps)} streams complete and equal, {self.in_flight} at engines when it happened; longest wait after it: "
             f"median {gaps[len(gaps) // 2]:.2f} s, p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
         )
 

@@ -28,14 +28,14 @@ async def test_a_model_engine_is_killed_and_every_answer_is_that_of_an_undisturb
     def load() -> Load:
         load = Load([client])
         for prompt in prompts:
-            load.add(prompt, 12, temperature=0.0)
+            load.add(prompt, 8, temperature=0.0)
         return load
 
     undisturbed = load()
     await undisturbed.finish(seconds=240)
     answers = [record.final["generated_tokens"] for record in undisturbed.records if record.final is not None]
     disturbed = load()
-    await disturbed.until(rng.randint(REQUESTS, 6 * REQUESTS))
+    await disturbed.until(rng.randint(REQUESTS, 4 * REQUESTS))
     await fleet.engines.pop("engine-0").kill()
     await disturbed.finish(seconds=240)
     for record, answer in zip(disturbed.records, answers, strict=True):
