@@ -54,7 +54,7 @@ class Scene:
     def added_latency(self, *, since: float) -> str:
         gaps = sorted(record.longest_gap(since=since) for record in self.load.records)
         return (
-            f"{len(gaps)} streams complete and equal, {self.in_flight} at engines when it happened; longest wait after it: "
+            f"{len(gaps)} streams complete and equal, {self.in_flight} at engines then; longest wait after it: "
             f"median {gaps[len(gaps) // 2]:.2f} s, p99 {gaps[len(gaps) * 99 // 100]:.2f} s, most {gaps[-1]:.2f} s"
         )
 
