@@ -154,7 +154,7 @@ class ScriptedBackend:
                 at, stop = min(found)
                 end = at + len(stop) if params.detokenize_stop_sequence else at
                 return tokens[:count], text[:end], "stop"
-            before = len(text)
+            before = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
         limit = params.num_tokens_to_generate
         if limit is not None and len(tokens) > limit:
             return tokens[:limit], None, "length"
