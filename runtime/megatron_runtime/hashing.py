@@ -54,15 +54,12 @@ def block_hashes(
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """The 32-byte digests d(i) of every complete block: what a cache is keyed with, as they have no collisions."""
-    blocks = np.asarray(tokens, dtype="<i8")
-    data = memoryview(np.ascontiguousarray(blocks[: len(blocks) // block_size * block_size]).view(np.uint8))  # type: ignore[arg-type]
+    data = np.asarray(tokens, dtype="<i8").tobytes()
     digest = hashlib.sha256(salt).digest() if salt else bytes(32)
     width = block_size * 8
     digests = []
-    for start in range(0, len(data), width):
-        chain = hashlib.sha256(digest)
-        chain.update(data[start : start + width])
-        digest = chain.digest()
+    for end in range(width, len(data) + 1, width):
+        digest = hashlib.sha256(digest + data[end - width : end]).digest()
         digests.append(digest)
     return digests
 

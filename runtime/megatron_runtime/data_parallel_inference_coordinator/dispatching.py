@@ -181,7 +181,7 @@ class Dispatcher:
             entry.engine, entry.dispatch_id = engine, dispatch_id
             entry.dispatched_bytes = len(entry.generated)
             engine.in_flight[dispatch_id] = entry
-            self._router.assigned(engine, entry.hashes, request=entry.uid.hex())
+            self._router.assigned(engine, entry.hashes, request=entry.uid)
             self.deadlines.set(entry, entry.deadline)
 
     def _meta_now(self, entry: Entry) -> RequestMeta:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import zmq
 
@@ -22,6 +21,9 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import (
 from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, Sent
 from megatron_runtime.wire import states
 from megatron_runtime.wire.headers import Role
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
 
 
 class ReadyEvent(Protocol):

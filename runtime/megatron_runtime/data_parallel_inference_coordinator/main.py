@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gc
+import importlib
 import logging
 import signal
 from collections.abc import Callable
-
-from prometheus_client import CollectorRegistry
+from typing import TYPE_CHECKING
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator, Tokenizer
-from megatron_runtime.data_parallel_inference_coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
-from megatron_runtime.health import HealthServer
 from megatron_runtime.wire.headers import Role
+
+if TYPE_CHECKING:
+    from megatron_runtime.health import HealthServer
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +41,19 @@ async def serve(
     leave = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave.set)
-    health = _health_server(settings, coordinator)
     coordinator.start()
+    # What has been imported stays, and requests leave no cycles: a collector that walks it all finds nothing.
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 100)
     for role, address in coordinator.transport.addresses.items():
         logger.info("%s port: %s", role.name.lower(), address)
+    health: HealthServer | None = None
     try:
+        # Peers have their addresses; what follows would only have kept them waiting.
+        health = _health_server(settings, coordinator)
         if health is not None:
             await health.start()
+        await asyncio.to_thread(importlib.import_module, "megatron_runtime.hashing")
         await _first(leave, coordinator.ended)
         if leave.is_set():
             await coordinator.drain(seconds=DRAIN_SECONDS)
@@ -60,6 +68,11 @@ async def serve(
 def _health_server(settings: CoordinatorSettings, coordinator: Coordinator) -> HealthServer | None:
     if settings.health_port is None:
         return None
+    from prometheus_client import CollectorRegistry
+
+    from megatron_runtime.data_parallel_inference_coordinator.metrics import CoordinatorMetrics
+    from megatron_runtime.health import HealthServer
+
     registry = CollectorRegistry()
     registry.register(CoordinatorMetrics(coordinator))
     return HealthServer(

@@ -46,16 +46,18 @@ class Replies:
         whole = client is not None and not client.blocked and not client.plain
         extras = message.extras
         share = len(extras) // max(1, len(message.entries))
-        for item in message.entries:
-            tokens = message.tokens[position : position + item.count * TOKEN_BYTES]
-            position += len(tokens)
-            entry = engine.in_flight.get(item.dispatch_id)
-            if entry is None or entry.uid != item.uid or item.offset != entry.tokens_so_far or not entry.meta.streaming:
+        journal, in_flight = self._dispatcher.journal, engine.in_flight
+        for uid, dispatch_id, offset, count in message.entries:
+            begin = position
+            position += count * TOKEN_BYTES
+            entry = in_flight.get(dispatch_id)
+            if entry is None or entry.uid != uid or offset != entry.tokens_so_far or not entry.meta.streaming:
                 self._counters.stale += 1
                 whole = False
                 continue
-            whole = whole and entry.client is client and entry.forwarded == item.offset
-            self._dispatcher.journal.append(entry, tokens, details=extras, details_cost=share)
+            if entry.client is not client or entry.forwarded != offset:
+                whole = False
+            journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
             accepted.append(entry)
         if whole and client is not None and self._clients.try_send(client, frames):
             for entry in accepted:

@@ -10,7 +10,6 @@ from typing import Any
 
 from megatron_runtime.config import RoutingPolicy
 from megatron_runtime.data_parallel_inference_coordinator.records import Engine
-from megatron_runtime.hashing import block_hashes
 from megatron_runtime.wire.messages import tokens_from_bytes
 
 MAX_KNOWN_BLOCKS = 1 << 16
@@ -59,6 +58,8 @@ class Router:
         """Block hashes of a prompt, or none where the policy has no use for them."""
         if self.policy not in _PREFIX_POLICIES:
             return []
+        from megatron_runtime.hashing import block_hashes  # NumPy: see wire/codec.py
+
         size = self._block_size or next((engine.block_size_tokens for engine in candidates), 0)
         if size < 1:
             return []
@@ -74,13 +75,15 @@ class Router:
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
 
-        def rank(engine: Engine) -> tuple[float, int, int]:
+        best, best_rank = candidates[0], (-1.0, 0, 0)
+        for engine in candidates:
             depth, last_given = self._match(engine, hashes)
             free = max(0, engine.max_requests - len(engine.in_flight)) / engine.max_requests
             score = self._alpha * depth / len(hashes) + (1 - self._alpha) * free
-            return (score, last_given, -engine.index)
-
-        return max(candidates, key=rank)
+            rank = (score, last_given, -engine.index)
+            if rank > best_rank:
+                best, best_rank = engine, rank
+        return best
 
     def next_in_turn(self, candidates: Sequence[Engine]) -> Engine:
         if self.deterministic:
@@ -92,11 +95,11 @@ class Router:
         self._last_index = chosen.index
         return chosen
 
-    def assigned(self, engine: Engine, hashes: Sequence[int], *, request: str) -> None:
+    def assigned(self, engine: Engine, hashes: Sequence[int], *, request: bytes) -> None:
         """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
         self.learn(engine, hashes)
         if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
-            self.decisions.append({"request": request, "engine": engine.name, "order": self._clock})
+            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._clock})
 
     def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
         """`engine` was given these blocks now."""

@@ -92,7 +92,7 @@ class Transport:
 
     def sender_key(self, peer: PeerId) -> bytes:
         """The public key that `peer`, whose message is being handled, was admitted with; b"" without keys."""
-        return self._sockets[peer[0]].sender_key()
+        return self._sockets[peer[0]].sender_key() if self._keys is not None else b""
 
     def keys_changed(self) -> bool:
         """Read the key files again if they changed. True when other keys are admitted from now on."""
@@ -140,9 +140,7 @@ class Transport:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise BindError(error.errno, f"cannot bind {address} ({error.strerror}): choose another port") from error
-        event_socket = EventSocket(
-            socket, lambda frames: self._receive(port, frames), authenticated=self._keys is not None
-        )
+        event_socket = EventSocket(socket, lambda frames: self._receive(port, frames))
         self._sockets[port] = event_socket
         event_socket.start()
         endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]

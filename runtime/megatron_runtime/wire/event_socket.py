@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 DRAIN_BUDGET = 256
 """Messages handled in one turn of the loop; then other callbacks get theirs."""
 
+_NOBLOCK = int(zmq.NOBLOCK)
+_NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
+
 
 class EventSocket:
     """Calls `on_message(frames)` for each message received; sends without blocking.
@@ -20,18 +23,17 @@ class EventSocket:
     The descriptor of a ZeroMQ socket is edge-triggered: it must be drained until EAGAIN after every wake-up *and*
     after every send, which may swallow the edge. An exception in the handler is logged and counted, never raised
     into the loop.
-
-    authenticated: keep the first frame of the message being handled, which knows the sender's key: see sender_key().
     """
 
-    def __init__(
-        self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None], *, authenticated: bool = False
-    ) -> None:
+    def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self.socket = socket
         self.handler_errors = 0
-        self._authenticated = authenticated
         self._first: zmq.Frame | None = None
         self._on_message = on_message
+        # The methods of the binding itself. Those over them turn flags into enums for each frame, which takes longer
+        # than the frame.
+        self._send_frame = super(zmq.Socket, socket).send
+        self._receive_frame = super(zmq.Socket, socket).recv
         self._loop: asyncio.AbstractEventLoop | None = None
         self._drain_scheduled = False
 
@@ -55,7 +57,9 @@ class EventSocket:
             zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer is gone.
         """
         try:
-            self.socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+            for frame in frames[:-1]:
+                self._send_frame(frame, _NOBLOCK_MORE, True)
+            self._send_frame(frames[-1], _NOBLOCK, True)
         except zmq.Again:
             return False
         finally:
@@ -72,12 +76,11 @@ class EventSocket:
             return b""
 
     def _receive(self) -> list[bytes]:
-        if not self._authenticated:
-            return self.socket.recv_multipart(flags=zmq.NOBLOCK)
-        self._first = self.socket.recv(flags=zmq.NOBLOCK, copy=False)
-        frames = [self._first.bytes]
-        while self.socket.getsockopt(zmq.RCVMORE):
-            frames.append(self.socket.recv(flags=zmq.NOBLOCK))
+        frame = self._first = self._receive_frame(_NOBLOCK, False)
+        frames = [frame.bytes]
+        while frame.more:
+            frame = self._receive_frame(_NOBLOCK, False)
+            frames.append(frame.bytes)
         return frames
 
     def _descriptor(self) -> int:
@@ -89,17 +92,19 @@ class EventSocket:
             self._loop.call_soon(self._drain)
 
     def _drain(self) -> None:
-        self._drain_scheduled = False
+        self._drain_scheduled = True  # what a handler sends needs no drain of its own: this one goes on until EAGAIN
         for _ in range(DRAIN_BUDGET):
             if self._loop is None:
                 return
             try:
                 frames = self._receive()
             except zmq.Again:
+                self._drain_scheduled = False
                 return
             try:
                 self._on_message(frames)
             except Exception:
                 self.handler_errors += 1
                 logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
+        self._drain_scheduled = False
         self._schedule_drain()

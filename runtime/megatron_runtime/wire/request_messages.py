@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeAlias
+from typing import Any, NamedTuple, Self, TypeAlias
 
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack
@@ -33,13 +33,18 @@ class RequestMeta:
     @classmethod
     def from_list(cls, value: Any) -> Self:
         """The last two elements may be absent: a peer of the first release does not send them."""
-        match value:
-            case [bool(streaming), int(seed), (int() | None) as deadline, bool(text), *more] if 0 <= seed < 1 << 64:
-                match more:
-                    case []:
-                        return cls(streaming, seed, deadline, text)
-                    case [int(priority), str(salt), *_] if len(salt) <= limits.MAX_SALT_CHARACTERS:
-                        return cls(streaming, seed, deadline, text, priority, salt)
+        if type(value) is list and len(value) >= 4:
+            streaming, seed, deadline, text = value[:4]
+            priority, salt = value[4:6] if len(value) >= 6 else (0, "")
+            if (
+                type(streaming) is type(text) is bool
+                and type(seed) is type(priority) is int
+                and 0 <= seed < 1 << 64
+                and (deadline is None or type(deadline) is int)
+                and type(salt) is str
+                and len(salt) <= limits.MAX_SALT_CHARACTERS
+            ):
+                return cls(streaming, seed, deadline, text, priority, salt)
         raise MalformedMessageError(
             f"request meta {value!r:.80}: want [streaming, seed, deadline_ms, text, priority, cache_salt]"
         )
@@ -77,14 +82,13 @@ class Dispatch:
         return [head, self.prompt, self.generated, self.params]
 
 
-@dataclass(frozen=True, slots=True)
-class PartialEntry:
+class PartialEntry(NamedTuple):
     """`count` new tokens of one request, the first of which is generated token number `offset`."""
 
     uid: bytes
     dispatch_id: int
     offset: int
-    count: int
+    count: int  # type: ignore[assignment]  # the name of the protocol; nobody looks for values in an entry
 
 
 _ENTRY = struct.Struct("<16sQII")
@@ -169,11 +173,10 @@ def _check_tokens(*frames: bytes) -> None:
 
 def _decode_submit(items: list[Any], frames: Sequence[bytes]) -> Submit:
     _expect_frames("SUBMIT", frames, 4)
-    match items:
-        case [_, uid, meta, *_]:
-            request_meta = RequestMeta.from_list(meta)
-            _check_tokens(*(() if request_meta.text else (frames[1],)), frames[2])
-            return Submit(_uid(uid), request_meta, frames[1], frames[2], frames[3])
+    if len(items) >= 3:
+        meta = RequestMeta.from_list(items[2])
+        _check_tokens(*(() if meta.text else (frames[1],)), frames[2])
+        return Submit(_uid(items[1]), meta, frames[1], frames[2], frames[3])
     raise MalformedMessageError("SUBMIT header: want [114, uid, meta]")
 
 
@@ -200,8 +203,8 @@ def _decode_partial(items: list[Any], frames: Sequence[bytes]) -> Partial:
         raise MalformedMessageError("PARTIAL header: want [112, route]")
     if len(frames[1]) % _ENTRY.size:
         raise MalformedMessageError(f"PARTIAL index of {len(frames[1])} bytes: want a multiple of {_ENTRY.size}")
-    entries = [PartialEntry(*fields) for fields in _ENTRY.iter_unpack(frames[1])]
-    total = sum(entry.count for entry in entries)
+    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(frames[1])))
+    total = sum([entry[3] for entry in entries])
     if len(frames[2]) != 4 * total:
         raise MalformedMessageError(f"PARTIAL carries {len(frames[2])} token bytes: its index says {4 * total}")
     return Partial(_u64("route", items[1]), entries, frames[2], frames[3])
@@ -209,10 +212,9 @@ def _decode_partial(items: list[Any], frames: Sequence[bytes]) -> Partial:
 
 def _decode_final(items: list[Any], frames: Sequence[bytes]) -> Final:
     _expect_frames("FINAL", frames, 3)
-    match items:
-        case [_, dispatch_id, uid, *_]:
-            _check_tokens(frames[1])
-            return Final(_u64("dispatch id", dispatch_id), _uid(uid), frames[1], frames[2])
+    if len(items) >= 3:
+        _check_tokens(frames[1])
+        return Final(_u64("dispatch id", items[1]), _uid(items[2]), frames[1], frames[2])
     raise MalformedMessageError("FINAL header: want [113, dispatch_id, uid]")
 
 

@@ -49,16 +49,16 @@ def test_in_turn(engines) -> None:
 def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
     pool = engines(3)
     choose = router()
-    choose.assigned(pool[1], choose.hashes_of(PROMPT[:8]), request="a")
-    choose.assigned(pool[2], choose.hashes_of(PROMPT[:4]), request="b")
+    choose.assigned(pool[1], choose.hashes_of(PROMPT[:8]), request=b"a")
+    choose.assigned(pool[2], choose.hashes_of(PROMPT[:4]), request=b"b")
     assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
 
 
 def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.FIRST_PREFIX_BLOCK)
-    choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
-    choose.assigned(pool[2], choose.hashes_of([*PROMPT[:4], 99, 99, 99, 99]), request="b")
+    choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
+    choose.assigned(pool[2], choose.hashes_of([*PROMPT[:4], 99, 99, 99, 99]), request=b"b")
     assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[2]
 
 
@@ -67,7 +67,7 @@ def test_alpha_weighs_the_prefix_against_the_load(engines) -> None:
     load(pool[1], 9)
     for alpha, expected in ((1.0, 1), (0.0, 0), (0.2, 0), (0.6, 1)):
         choose = router(alpha=alpha)
-        choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
+        choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
         assert choose.select(pool, choose.hashes_of(PROMPT)).index == expected
 
 
@@ -75,7 +75,7 @@ def test_a_hit_on_a_full_engine_ties_with_an_idle_one_and_recency_picks_the_hit(
     pool = engines(2)
     load(pool[1], 10)
     choose = router(alpha=0.5)
-    choose.assigned(pool[1], choose.hashes_of(PROMPT), request="a")
+    choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
     assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
 
 
@@ -84,12 +84,12 @@ def test_six_identical_prompts_spread_over_three_warm_engines(engines) -> None:
     choose = router()
     hashes = choose.hashes_of(PROMPT)
     for engine in pool:
-        choose.assigned(engine, hashes, request="warm")
+        choose.assigned(engine, hashes, request=b"warm")
     counts = Counter()
     for number in range(6):
         engine = choose.select(pool, hashes)
         engine.in_flight[number] = object()
-        choose.assigned(engine, hashes, request=str(number))
+        choose.assigned(engine, hashes, request=b"%d" % number)
         counts[engine.name] += 1
     assert set(counts.values()) == {2}
 
@@ -98,18 +98,18 @@ def test_what_an_engine_had_is_forgotten_with_it_and_the_table_is_bounded(engine
     pool = engines(2)
     choose = router(alpha=1.0)
     hashes = choose.hashes_of(PROMPT)
-    choose.assigned(pool[1], hashes, request="a")
+    choose.assigned(pool[1], hashes, request=b"a")
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
-    choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request="b")
+    choose.assigned(pool[1], range(10**9, 10**9 + MAX_KNOWN_BLOCKS + 50), request=b"b")
     assert len(choose._held[pool[1].index]) == MAX_KNOWN_BLOCKS
 
 
 def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     (engine,) = engines(1)
     choose = router()
-    choose.assigned(engine, [1, 2, 3, 4], request="a")
-    choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request="b")
+    choose.assigned(engine, [1, 2, 3, 4], request=b"a")
+    choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request=b"b")
     assert choose._match(engine, [1, 2, 3, 4])[0] == 2
 
 
@@ -117,8 +117,8 @@ def test_what_an_engine_evicted_counts_no_more(engines) -> None:
     pool = engines(2)
     choose = router(alpha=1.0)
     hashes = choose.hashes_of(PROMPT)
-    choose.assigned(pool[1], hashes, request="a")
-    choose.assigned(pool[0], hashes[:2], request="b")
+    choose.assigned(pool[1], hashes, request=b"a")
+    choose.assigned(pool[0], hashes[:2], request=b"b")
     choose.evicted(pool[1], hashes[1:])
     assert choose.select(pool, hashes) is pool[0]
     choose.forget_all()
@@ -131,10 +131,10 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     choose = router(alpha=1.0)
     hashes = choose.hashes_of(PROMPT)
     for engine in (pool[2], pool[0]):
-        choose.assigned(engine, hashes, request="a")
+        choose.assigned(engine, hashes, request=b"a")
     assert [choose._match(engine, hashes) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
     assert choose.select(pool, hashes) is pool[0]
-    choose.assigned(pool[2], hashes, request="again")
+    choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
 
 
