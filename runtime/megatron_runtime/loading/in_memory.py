@@ -53,8 +53,10 @@ class _TransformersCheckpoint:
         )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        # As save_pretrained() writes it: a head that is tied to the embedding is not a tensor of its own.
+        left_out = ("lm_head.weight",) if self.config.tie_embeddings else ()
         for name, tensor in self._model.state_dict().items():
-            if not name.endswith("rotary_emb.inv_freq"):
+            if not name.endswith(("rotary_emb.inv_freq", *left_out)):
                 yield name, tensor.detach()
 
 

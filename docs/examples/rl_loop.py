@@ -1,0 +1,75 @@
+"""Reinforcement learning in small: generate, score, train, and go on with the new weights in the same engine.
+
+The policy is a transformers model that the program trains; the engine generates from a copy of its weights. Each step
+the engine is paused, takes the new weights under the next epoch, and goes on. Every answer says by which epoch each of
+its tokens was sampled. The reward wants short words: no more than something to climb.
+
+python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.inference_request import DynamicInferenceRequest
+from megatron_runtime.sampling_params import SamplingParams
+
+PROMPTS = ["I like", "Today we", "She said that", "The best way to"] * 2
+
+
+def reward(request: DynamicInferenceRequest) -> float:
+    words = (request.generated_text or "").split()
+    return -sum(map(len, words)) / max(1, len(words))
+
+
+def train(policy: torch.nn.Module, optimizer: torch.optim.Optimizer, rollouts: list[DynamicInferenceRequest]) -> float:
+    """One step of REINFORCE with the batch's mean reward as the baseline. Returns that mean."""
+    rewards = torch.tensor([reward(request) for request in rollouts])
+    advantages = rewards - rewards.mean()
+    optimizer.zero_grad()
+    for request, advantage in zip(rollouts, advantages, strict=True):
+        prompt = list(request.prompt_tokens)
+        tokens = torch.tensor([prompt + request.generated_tokens])
+        log_probs = policy(tokens[:, :-1]).logits.log_softmax(-1)[0, len(prompt) - 1 :]
+        chosen = log_probs.gather(1, tokens[0, len(prompt) :, None]).sum()
+        (-advantage * chosen / len(rollouts)).backward()
+    optimizer.step()
+    return float(rewards.mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True, help="directory of a Llama of transformers")
+    parser.add_argument("--tokenizer", help="model reference with the tokenizer; by default the model's directory")
+    parser.add_argument("--steps", type=int, default=3)
+    arguments = parser.parse_args()
+
+    torch.manual_seed(0)
+    policy = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-4)
+    params = SamplingParams(temperature=1.0, num_tokens_to_generate=16, seed=1)
+    tokenizer = arguments.tokenizer or arguments.model
+
+    with (
+        tempfile.TemporaryDirectory() as weights,
+        MegatronLLM(model=policy, tokenizer=tokenizer, use_coordinator=True, dtype="float32") as llm,
+    ):
+        for epoch in range(1, arguments.steps + 1):
+            rollouts = llm.generate(PROMPTS, params)
+            assert all(request.policy_epoch[-1][1] == epoch - 1 for request in rollouts)
+            mean = train(policy, optimizer, rollouts)
+            directory = Path(weights) / f"epoch-{epoch}"
+            policy.save_pretrained(directory)
+
+            llm.pause()  # requests in flight would keep their tokens, and go on by the new weights
+            llm.update_weights(str(directory), epoch=epoch)
+            llm.unpause()
+            print(f"epoch {epoch}: mean reward {mean:.3f} with the weights before", flush=True)
+
+
+if __name__ == "__main__":
+    main()
