@@ -36,7 +36,7 @@ class Answer:
 
 
 def run(executor: TorchExecutor, config: InferenceConfig, *, suspends: bool = False, **params: Any) -> list[Answer]:
-    """suspends: give memory back and resume after every third step."""
+    """suspends: give memory back and resume, twice in the middle of prompts and once among answers."""
     engine = DynamicInferenceEngine(executor, config)
     answers = [Answer() for _ in PROMPTS]
     for index, prompt in enumerate(PROMPTS):
@@ -47,7 +47,7 @@ def run(executor: TorchExecutor, config: InferenceConfig, *, suspends: bool = Fa
     for step in count(1):
         if not engine.has_work:
             break
-        if suspends and step % 3 == 0:
+        if suspends and step in (3, 8, 30):
             engine.suspend()
             engine.resume()
         for output in engine.step():

@@ -20,7 +20,7 @@ PERSON = {
     "required": ["name", "age"],
     "additionalProperties": False,
 }
-POINTS = {"type": "array", "items": {"type": "number", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 3}
+POINTS = {"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 9}, "minItems": 2, "maxItems": 3}
 
 
 def is_person(text: str) -> bool:
