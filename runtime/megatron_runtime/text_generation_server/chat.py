@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from megatron_runtime.text_generation_server.chat_choice import ChatChoice, Delta, Message
 from megatron_runtime.text_generation_server.generation import Generation, Piece
 from megatron_runtime.text_generation_server.logprobs import TokenLogProb, chat_log_probs
+from megatron_runtime.text_generation_server.retokenization import with_earlier_tokens
 from megatron_runtime.text_generation_server.schema import ChatRequest
 from megatron_runtime.text_generation_server.service import Prompt, Service
 from megatron_runtime.text_generation_server.sse import until_disconnect
@@ -26,6 +27,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     service.check_model(asked.model)
     tools = tool_use(asked, parser=service.tool_parser)
     prompt = await service.encode_chat(asked.messages, tools=asked.offered_tools, variables=asked.chat_template_kwargs)
+    if asked.prevent_retokenization:
+        prompt = await with_earlier_tokens(service, asked, prompt)
     service.check_tokens(prompt, param="messages")
     generation = service.generation(
         asked,
@@ -35,7 +38,10 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         form=None if tools is None else tools.form,
         markers=() if tools is None else tools.markers,
     )
-    answer = _ChatAnswer(service, asked, tools, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())})
+    carried = prompt if asked.prevent_retokenization else None
+    answer = _ChatAnswer(
+        service, asked, tools, carried, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+    )
     if asked.stream:
         return service.stream(answer.events(generation))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
@@ -46,12 +52,14 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 class _ChatAnswer:
     """The JSON of one answer, whole or as events.
 
-    head: id and time, the same in every event.
+    prompt: the prompt's tokens, where messages carry them.
+    head:   id and time, the same in every event.
     """
 
     service: Service
     asked: ChatRequest
     tools: ToolUse | None
+    prompt: list[int] | None
     head: dict[str, Any]
 
     async def events(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
@@ -76,9 +84,14 @@ class _ChatAnswer:
 
     def _choice(self, index: int) -> ChatChoice:
         if self.tools is None:
-            return ChatChoice(index)
-        is_single = self.asked.parallel_tool_calls is False
-        return ChatChoice(index, parser=self.tools.parser(), is_named=self.tools.is_named, is_single=is_single)
+            return ChatChoice(index, prompt=self.prompt)
+        return ChatChoice(
+            index,
+            parser=self.tools.parser(),
+            is_named=self.tools.is_named,
+            is_single=self.asked.parallel_tool_calls is False,
+            prompt=self.prompt,
+        )
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         choice = {

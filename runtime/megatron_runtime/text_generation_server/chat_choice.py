@@ -16,6 +16,9 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Nine letters and digits: some chat templates accept no other ids."""
 
+CARRIED = frozenset({"prompt_token_ids", "generation_token_ids"})
+"""What a message that prevents retokenization says of itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Delta:
@@ -34,12 +37,20 @@ class ChatChoice:
     parser:    finds calls in the text; None where there are no tools.
     is_named:  the request named the one tool to call; then the answer ends with "stop".
     is_single: only the first call is given out.
+    prompt:    tokens of the prompt where the message is to carry them and its own; else None.
     """
 
     def __init__(
-        self, index: int, *, parser: ToolParser | None = None, is_named: bool = False, is_single: bool = False
+        self,
+        index: int,
+        *,
+        parser: ToolParser | None = None,
+        is_named: bool = False,
+        is_single: bool = False,
+        prompt: list[int] | None = None,
     ) -> None:
         self._index = index
+        self._prompt = prompt
         self._parser = parser
         self._is_named = is_named
         self._is_single = is_single
@@ -60,7 +71,10 @@ class ChatChoice:
             if delta is not None:
                 yield self._next(delta)
         if piece.finish_reason is not None:
-            yield self._next({}, self._reason(piece.finish_reason))
+            carried = {}
+            if self._prompt is not None:
+                carried = {"prompt_token_ids": self._prompt, "generation_token_ids": list(piece.generated)}
+            yield self._next(carried, self._reason(piece.finish_reason))
 
     def _events(self, piece: Piece) -> list[Event]:
         if self._parser is None:
@@ -105,6 +119,7 @@ class Message:
     finish_reason: str | None = None
     log_probs: list[TokenLogProb] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
+    carried: dict[str, Any] = field(default_factory=dict)
 
     def add(self, delta: Delta) -> None:
         self.text += delta.delta.get("content", "")
@@ -114,13 +129,14 @@ class Message:
                 self.calls.append({**call, "function": dict(part["function"])})
             else:
                 self.calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        self.carried |= {key: delta.delta[key] for key in CARRIED & delta.delta.keys()}
         self.finish_reason = delta.finish_reason
         self.log_probs += delta.log_probs
         self.token_ids += delta.token_ids
 
     def as_json(self) -> dict[str, Any]:
         content = self.text if self.text or not self.calls else self.empty
-        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None, **self.carried}
         return {**message, "tool_calls": self.calls} if self.calls else message
 
 

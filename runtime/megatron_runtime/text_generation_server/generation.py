@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.inference_client import RequestRejectedError
@@ -46,13 +46,18 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one choice; the last one says why it ended."""
+    """A part of one choice; the last one says why it ended.
+
+    token_ids: the tokens that this part was made of.
+    generated: all tokens that were generated, those that ended the answer included; on the last part only.
+    """
 
     index: int
     text: str
     finish_reason: str | None = None
     log_probs: Sequence[TokenLogProb] = ()
     token_ids: Sequence[int] = ()
+    generated: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -239,7 +244,7 @@ class Generation:
         raise ApiError(500, "the engine's stream ended without a final answer")
 
     def _finished(self, job: Job, choice: _Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
-        piece = choice.finish(reply)
+        piece = replace(choice.finish(reply), generated=reply["generated_tokens"])
         self.usage.add(job, reply)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece

@@ -155,9 +155,7 @@ class Service:
         choices = request.n or 1
         if len(prompts) * choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
-        if (open_jobs := self.metrics.open_requests) + len(prompts) * choices > self.settings.max_open_requests:
-            message = f"This server has {open_jobs} open requests, of {self.settings.max_open_requests}: try again."
-            raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
+        self._check_room(len(prompts) * choices)
         own = form_of(request)
         form_field = "tool_choice" if own is None else own[1]
         form = form if own is None else own[0]
@@ -223,6 +221,13 @@ class Service:
         if outside is not None:
             message = f"Invalid value for {param}: token id {outside} is not in 0..{self.tokenizer.vocab_size - 1}."
             raise ApiError(400, message, param=param, code="invalid_value")
+
+    def _check_room(self, choices: int) -> None:
+        """Raise ApiError 429 where these choices would be too many; requests that wait for a coordinator count too."""
+        limit = self.settings.max_open_requests
+        if max(self.metrics.open_requests + choices, self.in_flight) > limit:
+            message = f"This server has {limit} requests open, or would have: try again."
+            raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
 
     def _budget(self, prompt: Prompt, wanted: int | None) -> int | None:
         """Most tokens to generate: at least one, so that an engine has something to do."""

@@ -44,13 +44,13 @@ class ChatMessage(BaseModel):
     content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
     function_call: Any = None
     audio: Any = None
+    prompt_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
+    generation_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
 
     refusal: Any = None
     annotations: Any = None
     reasoning: Any = None
     reasoning_content: Any = None
-    prompt_token_ids: Any = None
-    generation_token_ids: Any = None
 
     _not_offered = field_validator(*_NEUTRAL_IN_MESSAGE, mode="before")(refused_unless(_NEUTRAL_IN_MESSAGE))
 
@@ -107,6 +107,7 @@ class ChatRequest(GenerationRequest):
     messages: Annotated[list[ChatMessage], Field(min_length=1)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    prevent_retokenization: StrictBool | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

@@ -1,0 +1,55 @@
+"""Conversations that go on from the tokens that were generated, not from those that their text would have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+QUESTION = {"role": "user", "content": "Hi"}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_carries_its_tokens_and_the_next_prompt_begins_with_them(
+    running: Any, tokenizer: Any, stream: bool
+) -> None:
+    fields = {"model": "smollm2", "temperature": 0, "messages": [QUESTION]}
+    extra = {"prevent_retokenization": True}
+    reply = await running.openai.chat.completions.create(**fields, stream=stream, extra_body=extra)
+    if stream:
+        message: dict[str, Any] = {"role": "assistant", "content": ""}
+        async for chunk in reply:
+            delta = chunk.choices[0].delta.model_dump(exclude_none=True)
+            message = {**message, **delta, "content": message["content"] + delta.get("content", "")}
+    else:
+        message = reply.choices[0].message.model_dump()
+    prompt = running.backend.requests[0][0]
+    assert message["prompt_token_ids"] == prompt
+    assert message["generation_token_ids"] == [*tokenizer.encode(message["content"]), tokenizer.eos_ids[0]]
+
+    # As the model might have written the same text: one token a character.
+    written = [id_ for character in message["content"] for id_ in tokenizer.encode(character)]
+    carried = {**message, "generation_token_ids": [*written, tokenizer.eos_ids[0]]}
+    history = [QUESTION, carried, {"role": "user", "content": "And?"}]
+    await running.openai.chat.completions.create(**{**fields, "messages": history}, extra_body=extra)
+    spliced = running.backend.requests[1][0]
+    plain = [QUESTION, {"role": "assistant", "content": message["content"]}, history[2]]
+    again = tokenizer.encode_chat(plain)
+    rest = again[len(prompt) + len(message["generation_token_ids"]) :]
+    assert spliced == [*prompt, *written, tokenizer.eos_ids[0], *rest]
+    assert tokenizer.decode(spliced, skip_special=False) == tokenizer.decode(again, skip_special=False)
+
+    # An answer that was cut by its token limit has no end token of its own.
+    carried["generation_token_ids"] = written
+    await running.openai.chat.completions.create(**{**fields, "messages": history}, extra_body=extra)
+    assert running.backend.requests[2][0] == spliced
+    # Nothing of it without the field.
+    await running.openai.chat.completions.create(**{**fields, "messages": history})
+    assert running.backend.requests[3][0] == again
+
+
+async def test_a_template_that_does_not_end_answers_is_told(start_with_template: Any) -> None:
+    running = await start_with_template("{% for m in messages %}{{ m.content }};{% endfor %}")
+    carried = {"role": "assistant", "content": "x", "prompt_token_ids": [5], "generation_token_ids": [6]}
+    reply = await running.chat(messages=[QUESTION, carried, QUESTION], prevent_retokenization=True)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[1].generation_token_ids")
