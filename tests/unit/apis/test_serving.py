@@ -1,0 +1,73 @@
+"""serve(): HTTP inside the program, on a socket of the caller's or one of its own."""
+
+import asyncio
+import json
+import socket
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from megatron_runtime.apis import ServeConfig
+
+BODY = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 4, "temperature": 0}
+
+
+def ask(url: str, body: dict | None = None) -> dict:
+    data = json.dumps(body).encode() if body is not None else None
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def test_it_answers_as_generate_does_until_shutdown(make, greedy) -> None:
+    llm = make(use_coordinator=True)
+    assert llm.url is None
+    llm.serve(ServeConfig(host="127.0.0.1", port=0, model_name="tiny"), blocking=False)
+    expected = llm.generate(BODY["prompt"], greedy(4)).generated_text
+    answer = ask(f"{llm.url}/v1/completions", BODY)
+    assert answer["choices"][0]["text"] == expected
+    assert [model["id"] for model in ask(f"{llm.url}/v1/models")["data"]] == ["tiny"]
+    with pytest.raises(RuntimeError, match="served already"):
+        llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+    url = llm.url
+    llm.shutdown()
+    with pytest.raises(urllib.error.URLError):
+        ask(f"{url}/v1/models")
+
+
+def test_a_socket_of_the_callers_and_a_call_that_blocks_until_shutdown(make) -> None:
+    llm = make(use_coordinator=True)
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    thread = threading.Thread(target=llm.serve, args=(ServeConfig(sock=listener, model_name="tiny"),))
+    thread.start()
+    assert ask(f"{url}/v1/completions", BODY)["choices"][0]["finish_reason"] == "length"
+    assert thread.is_alive()
+    llm.shutdown()
+    thread.join(timeout=60)
+    assert not thread.is_alive()
+
+
+async def test_a_taken_address_is_an_error_and_the_engine_lives(make_async, greedy) -> None:
+    async with make_async() as llm:
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            with pytest.raises(OSError, match="choose another"):
+                await llm.serve(ServeConfig(host="127.0.0.1", port=taken.getsockname()[1]), blocking=False)
+        assert (await llm.generate([1, 2], greedy(1))).generated_length == 1
+        await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+        assert "data" in await asyncio.to_thread(ask, f"{llm.url}/v1/models")
+
+
+def test_the_documented_defaults_and_what_is_refused() -> None:
+    config = ServeConfig()
+    assert (config.host, config.port, config.parsers, config.verbose, config.sock) == ("0.0.0.0", 5000, [], False, None)
+    with pytest.raises(ValueError, match="port=70000"):
+        ServeConfig(port=70000)
+    with pytest.raises(ValueError, match="at most one"):
+        ServeConfig(parsers=["a", "b"])
