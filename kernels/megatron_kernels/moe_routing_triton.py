@@ -17,7 +17,7 @@ from megatron_kernels.moe_routing import Routing, order_size
 from megatron_kernels.tuning import next_power_of_2, routing_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _choose(
     logits,
     weights,
@@ -64,7 +64,7 @@ def _choose(
     tl.store(block_counts + block * num_experts + columns, counts, mask=columns < num_experts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_blocks"])
 def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment, EXPERTS: tl.constexpr):
     """Replaces every block's counts by where in `order` the block's pairs of each expert begin."""
     columns = tl.arange(0, EXPERTS)
@@ -85,7 +85,7 @@ def _sum_blocks(block_counts, counts, starts, num_blocks, num_experts, alignment
         place += of_block
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _place(
     experts,
     block_places,

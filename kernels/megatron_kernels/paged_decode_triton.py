@@ -15,7 +15,7 @@ from megatron_kernels.attention_tile_triton import LOG2_E, WIDEN_PRODUCTS, check
 from megatron_kernels.tuning import MIN_DOT_ROWS, DecodeTuning, decode_tuning, next_power_of_2
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
 def _decode_part(
     q,
     cache,
@@ -25,6 +25,7 @@ def _decode_part(
     parts,
     logs,
     scale_log2,
+    num_splits,
     split_tokens,
     stride_q_row,
     stride_q_head,
@@ -38,10 +39,10 @@ def _decode_part(
     DIMS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    HAS_PARTS: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
-    """out [B, H, C] is written when SPLITS is 1, else parts [B, H, SPLITS, C] and logs [B, H, SPLITS]: the part's
+    """out [B, H, C] is written when there is one part, else parts [B, H, splits, C] and logs [B, H, splits]: the part's
     normalized result and the base-2 logarithm of its sum of weights, -inf (and no result) for an empty part."""
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, DIMS)
@@ -50,16 +51,16 @@ def _decode_part(
     row_inside, dims_inside = rows < GROUP, dims < HEAD_DIM
     inside = row_inside[:, None] & dims_inside[None, :]
     length = tl.load(lengths + sequence)
-    share = tl.cdiv(tl.cdiv(length, SPLITS), BLOCK_TOKENS) * BLOCK_TOKENS
+    share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS
     share = tl.maximum(share, split_tokens)
     start = split * share
     stop = tl.minimum(start + share, length)
     if start >= stop:
-        if SPLITS == 1:
-            tl.store(out + head_index[:, None] * HEAD_DIM + dims[None, :], tl.zeros((ROWS, DIMS), tl.float32), inside)
-        else:
+        if HAS_PARTS:
             nothing = tl.full((ROWS,), float("-inf"), tl.float32)
-            tl.store(logs + head_index * SPLITS + split, nothing, row_inside)
+            tl.store(logs + head_index * num_splits + split, nothing, row_inside)
+        else:
+            tl.store(out + head_index[:, None] * HEAD_DIM + dims[None, :], tl.zeros((ROWS, DIMS), tl.float32), inside)
         return
     q_at = q + sequence.to(tl.int64) * stride_q_row + heads[:, None] * stride_q_head + dims[None, :]
     queries = tl.load(q_at, mask=inside, other=0.0)
@@ -93,28 +94,26 @@ def _decode_part(
             WIDEN,
         )
     result = sums / total[:, None]
-    if SPLITS == 1:
-        out_at = out + head_index[:, None] * HEAD_DIM + dims[None, :]
-        tl.store(out_at, result.to(out.dtype.element_ty), inside)
-    else:
-        part = head_index * SPLITS + split
+    if HAS_PARTS:
+        part = head_index * num_splits + split
         tl.store(parts + part[:, None] * HEAD_DIM + dims[None, :], result, inside)
         tl.store(logs + part, largest + tl.log2(total), row_inside)
+    else:
+        out_at = out + head_index[:, None] * HEAD_DIM + dims[None, :]
+        tl.store(out_at, result.to(out.dtype.element_ty), inside)
 
 
-@triton.jit
-def _reduce_parts(
-    parts, logs, out, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, SPLITS: tl.constexpr, PADDED: tl.constexpr
-):
+@triton.jit(do_not_specialize=["num_splits"])
+def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PADDED: tl.constexpr):
     """Weigh the parts of one head by their sums of weights, in the order of their tokens."""
     head = tl.program_id(0).to(tl.int64)
     splits, dims = tl.arange(0, PADDED), tl.arange(0, DIMS)
-    logarithms = tl.load(logs + head * SPLITS + splits, mask=splits < SPLITS, other=float("-inf"))
+    logarithms = tl.load(logs + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
     present = logarithms > float("-inf")
     largest = tl.max(logarithms, axis=0)
     weights = tl.where(present, tl.exp2(logarithms - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
     inside = present[:, None] & (dims < HEAD_DIM)[None, :]
-    values_at = parts + (head * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :]
+    values_at = parts + (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
     values = tl.load(values_at, mask=inside, other=0.0)
     total = tl.sum(weights, axis=0)
     result = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0, total, 1.0)
@@ -161,6 +160,7 @@ def paged_decode(
         parts_BHSC,
         logs_BHS,
         (head_dim**-0.5 if scale is None else scale) * LOG2_E,
+        splits,
         tuning.split_tokens,
         q_BHC.stride(0),
         q_BHC.stride(1),
@@ -174,7 +174,7 @@ def paged_decode(
         DIMS=dims,
         PAGE_SIZE=cache_PXE.shape[1],
         BLOCK_TOKENS=tuning.block_tokens,
-        SPLITS=splits,
+        HAS_PARTS=has_parts,
         WIDEN=WIDEN_PRODUCTS,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,
@@ -184,9 +184,9 @@ def paged_decode(
             parts_BHSC,
             logs_BHS,
             out_BHC,
+            splits,
             HEAD_DIM=head_dim,
             DIMS=dims,
-            SPLITS=splits,
             PADDED=next_power_of_2(splits),
             num_warps=4,
         )

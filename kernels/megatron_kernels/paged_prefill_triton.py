@@ -29,7 +29,7 @@ def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
 def _prefill_block(
     q,
     cache,

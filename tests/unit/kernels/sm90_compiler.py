@@ -69,37 +69,40 @@ def call_every_kernel() -> None:
     from megatron_kernels.tuning import decode_tuning
 
     bf16, int32 = torch.bfloat16, torch.int32
-    hidden = torch.zeros(2, 4096, dtype=bf16)
-    add_rms_norm_triton.add_rms_norm(hidden, hidden.clone(), hidden[0], epsilon=1e-5)
-    add_rms_norm_triton.add_rms_norm(None, hidden, hidden[0], epsilon=1e-5)
-    swiglu_triton.swiglu(torch.zeros(2, 2 * 14336, dtype=bf16))
+    norm = torch.zeros(128, dtype=bf16)
+    # One, an odd number and a multiple of 16: what Triton compiles apart unless told not to.
+    for count in (1, 3, 16):
+        hidden = torch.zeros(count, 4096, dtype=bf16)
+        add_rms_norm_triton.add_rms_norm(hidden, hidden.clone(), hidden[0], epsilon=1e-5)
+        add_rms_norm_triton.add_rms_norm(None, hidden, hidden[0], epsilon=1e-5)
+        swiglu_triton.swiglu(torch.zeros(count, 2 * 14336, dtype=bf16))
 
-    qkv = torch.zeros(2, 48 * 128, dtype=bf16)
-    q = qkv.unflatten(1, (48, 128))[:, :32]
-    cache = torch.zeros(2, 16, 2 * 8 * 128, dtype=bf16)
-    table, lengths = torch.zeros(2, 64, dtype=int32), torch.ones(2, dtype=int32)
-    for batch in (1, 256):
-        tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_processors=132)
-        paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, tuning=tuning)
-    starts = torch.tensor([0, 1, 2], dtype=int32)
-    paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8)
-    angles, slots, norm = torch.zeros(2, 64), torch.zeros(2, dtype=torch.int64), qkv[0, :128]
-    for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}):
-        qk_norm_rope_append_triton.qk_norm_rope_append(
-            qkv, angles, angles, cache, slots, num_heads=32, num_kv_heads=8, **norms
+        qkv = torch.zeros(count, 48 * 128, dtype=bf16)
+        q = qkv.unflatten(1, (48, 128))[:, :32]
+        cache = torch.zeros(2, 16, 2 * 8 * 128, dtype=bf16)
+        table, lengths = torch.zeros(count, 2 * count + 1, dtype=int32), torch.ones(count, dtype=int32)
+        for batch in (1, 256):
+            tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_processors=132)
+            paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, tuning=tuning)
+        starts = torch.arange(count + 1, dtype=int32)
+        paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8)
+        angles, slots = torch.zeros(count, 64), torch.zeros(count, dtype=torch.int64)
+        for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}):
+            qk_norm_rope_append_triton.qk_norm_rope_append(
+                qkv, angles, angles, cache, slots, num_heads=32, num_kv_heads=8, **norms
+            )
+
+        floats, integers = torch.zeros(count), torch.zeros(count, dtype=torch.int64)
+        sampling_triton.sample(
+            torch.zeros(count, 128256, dtype=bf16),
+            temperature_N=floats,
+            top_k_N=lengths,
+            top_p_N=floats,
+            min_p_N=floats,
+            seeds_N=integers,
+            positions_N=integers,
         )
-
-    floats, integers = torch.zeros(2), torch.zeros(2, dtype=torch.int64)
-    sampling_triton.sample(
-        torch.zeros(2, 128256, dtype=bf16),
-        temperature_N=floats,
-        top_k_N=lengths,
-        top_p_N=floats,
-        min_p_N=floats,
-        seeds_N=integers,
-        positions_N=integers,
-    )
-    moe_routing_triton.moe_routing(torch.zeros(2, 128, dtype=bf16), top_k=8, alignment=16)
+        moe_routing_triton.moe_routing(torch.zeros(count, 128, dtype=bf16), top_k=8, alignment=16)
 
 
 if __name__ == "__main__":

@@ -13,18 +13,19 @@ import pytest
 SHARED_MEMORY = 227 * 1024
 """What one block may use on compute capability 9.0."""
 
-KERNELS = {
-    "_add_rms_norm",
-    "_choose",
-    "_decode_part",
-    "_norm_rope_append",
-    "_place",
-    "_prefill_block",
-    "_reduce_parts",
-    "_sample",
-    "_sum_blocks",
-    "_swiglu",
+VARIANTS = {
+    "_add_rms_norm": 2,
+    "_choose": 1,
+    "_decode_part": 2,
+    "_norm_rope_append": 2,
+    "_place": 1,
+    "_prefill_block": 1,
+    "_reduce_parts": 1,
+    "_sample": 1,
+    "_sum_blocks": 1,
+    "_swiglu": 1,
 }
+"""Kernels and how often each is compiled: with and without an addition, parts or norms, but once for all batches."""
 
 
 @pytest.fixture(scope="module")
@@ -38,11 +39,11 @@ def usage(tmp_path_factory):
     return json.loads(run.stdout)
 
 
-def test_every_kernel_compiles(usage):
-    assert set(usage) == KERNELS
+def test_every_kernel_compiles_once_for_all_batches(usage):
+    assert {kernel: len(variants) for kernel, variants in usage.items()} == VARIANTS
 
 
-@pytest.mark.parametrize("kernel", sorted(KERNELS))
+@pytest.mark.parametrize("kernel", sorted(VARIANTS))
 def test_a_kernel_fits(usage, kernel):
     for variant in usage[kernel]:
         assert variant["shared"] <= SHARED_MEMORY
