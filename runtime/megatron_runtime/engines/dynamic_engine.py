@@ -5,6 +5,7 @@ No torch here. Not thread-safe: one thread owns an engine.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -31,12 +32,15 @@ from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
 
+logger = logging.getLogger(__name__)
+
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
 """What a suspend may give back."""
 
 
 @dataclass(slots=True)
 class _Totals:
+    steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
 
@@ -185,11 +189,18 @@ class DynamicInferenceEngine(EngineInProgram):
 
     def step(self) -> list[RequestOutput]:
         """Run one step. Returns what it brought, and the requests that ended without running."""
+        self._log_load()
         outputs = self._end_overdue() + self._end_exhausted()
         plan = self.schedule()
         if plan is None:
             return outputs
         return outputs + self.collect(self.executor.execute(plan))
+
+    def _log_load(self) -> None:
+        interval = self.config.logging_step_interval
+        self._totals.steps += 1
+        if interval and self._totals.steps % interval == 0:
+            logger.info("step %d: %s", self._totals.steps, self.stats())
 
     def _end(self, request: OpenRequest, reason: FinishReason, tokens: list[int]) -> RequestOutput:
         """The last output of `request`, which is open no longer."""
@@ -258,7 +269,7 @@ class DynamicInferenceEngine(EngineInProgram):
     def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:
         """Prompt tokens whose log-probabilities this step brings, by row."""
         targets = {}
-        for row in np.flatnonzero(rows.counts > 1).tolist():
+        for row in np.flatnonzero(starts + 1 < self.context.prompt_length[rows.slots]).tolist():
             found = rows.requests[row].prompt_targets(int(starts[row]), int(rows.counts[row]))
             if found is not None:
                 targets[row] = self.context.tokens[rows.slots[row], found[0] : found[1]]
@@ -269,11 +280,12 @@ class DynamicInferenceEngine(EngineInProgram):
         rows, context = self._rows, self.context
         assert rows is not None, "schedule() first"
         self._rows = None
+        in_prompt = context.num_computed[rows.slots] < context.prompt_length[rows.slots]
         context.num_computed[rows.slots] += rows.counts
         sampled = np.flatnonzero(rows.needs_sample)
         context.append(rows.slots[sampled], result.tokens[sampled])
         if self.config.enable_prefix_caching:
-            context.register_computed(rows.slots[rows.counts > 1])
+            context.register_computed(rows.slots[in_prompt])
         self._totals.prompt_tokens += int(rows.counts.sum()) - len(sampled)
         self._totals.generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():
@@ -388,4 +400,6 @@ def _refuse_what_is_not_done(config: InferenceConfig) -> None:
     config.require_default("num_speculative_tokens", because="this engine generates one token a step")
     config.require_default("unified_memory_level", because="this engine keeps its KV cache in one kind of memory")
     config.require_default("paused_buffer_size_gb", because="this engine preempts requests instead of pausing them")
+    config.require_default("static_kv_memory_pointers", because="this engine gives the KV cache's addresses back")
+    config.require_default("sampling_backend", because="this engine samples with its own code")
     config.require_default("async_sched_mode", because="this engine plans a step when the last one has ended")

@@ -64,6 +64,10 @@ class TorchExecutor:
         )
 
     @property
+    def weight_bytes(self) -> int:
+        return self._store.num_bytes
+
+    @property
     def has_weights(self) -> bool:
         return self._store.weights is not None
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import logging
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
 
 logger = logging.getLogger(__name__)
+
+TERMINATION_LOG = Path("/dev/termination-log")
+TERMINATION_CHARACTERS = 2000
+"""A container's status takes 4096 bytes."""
 
 LOAD_SILENCE_SECONDS = 600.0
 """How long the coordinator may hear nothing while weights load (a load holds the interpreter at times)."""
@@ -336,10 +342,19 @@ async def _serve(settings: EngineSettings) -> BaseException | None:
     return worker.failure
 
 
+def _write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
+    """Tell the container's status why this process ends, where there is a container."""
+    told = {"reason": type(failure).__name__, "rank": 0, "message": str(failure)[:TERMINATION_CHARACTERS]}
+    with contextlib.suppress(OSError):
+        if path.exists():
+            path.write_text(json.dumps(told) + "\n")
+
+
 def run(settings: EngineSettings) -> None:
     """Run an engine until SIGTERM. Exits with status 1, the cause on standard error, if the engine fails."""
     failure = asyncio.run(_serve(settings))
     if failure is not None:
         print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
+        _write_termination_message(failure)
         # The engine thread may hang in native code: nothing of it is worth waiting for.
         os._exit(1)

@@ -130,6 +130,17 @@ def test_nobody_waits_for_a_request_that_was_aborted() -> None:
     assert last.num_cached_tokens == 8
 
 
+def test_a_block_that_a_chunk_of_one_token_completes_is_findable_at_once() -> None:
+    engine = make_engine(max_tokens=23)
+    add(engine, 0, PROMPT[:24], 50)
+    add(engine, 1, [*PROMPT[:24], 99, 98, 97], 50)
+    for _ in range(4):
+        step(engine)
+    assert engine.stats().num_running == 2
+    last = run(engine)
+    assert last[1].num_cached_tokens == 24
+
+
 def test_tenants_with_different_salts_share_nothing() -> None:
     engine = make_engine()
     cached = []

@@ -269,6 +269,15 @@ def test_what_this_engine_does_not_do_is_refused_by_name() -> None:
         make_engine(num_speculative_tokens=2)
 
 
+def test_the_load_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture) -> None:
+    engine = make_engine(logging_step_interval=3)
+    engine.add_request(request(0, [1, 2], 7))
+    with caplog.at_level("INFO"):
+        run(engine)
+    assert [record.message.split(":")[0] for record in caplog.records] == ["step 3", "step 6"]
+    assert "num_running=1" in caplog.text
+
+
 def test_a_request_tells_how_it_went() -> None:
     clock = Clock()
     executor = EchoExecutor(page_size=4, num_pages=12)

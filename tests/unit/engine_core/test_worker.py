@@ -1,15 +1,22 @@
 """The engine process's event-loop half, registered with a real coordinator."""
 
 import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
 
-from megatron_runtime.config import InferenceConfig
+import pytest
+
+from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
 from megatron_runtime.engines.build import LoadedEngine
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor
+from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.engines.worker import EngineWorker, _write_termination_message
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Role
 
 
@@ -22,10 +29,120 @@ async def test_an_engine_whose_weights_cannot_be_loaded_ends_with_the_cause() ->
     coordinator = Coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True))
     coordinator.start()
     settings = EngineSettings(coordinator=coordinator.transport.addresses[Role.ENGINE], name="broken")
-    loaded = LoadedEngine(DynamicInferenceEngine(BrokenExecutor(), InferenceConfig()), lambda: None)
+    loaded = LoadedEngine(DynamicInferenceEngine(BrokenExecutor(), InferenceConfig()))
     worker = EngineWorker(settings, loaded)
     try:
         await asyncio.wait_for(worker.run(), 20)
     finally:
         coordinator.stop()
     assert str(worker.failure) == "weights are truncated"
+
+
+class Served:
+    """A real coordinator and an echo engine in its service, in this process."""
+
+    def __init__(self) -> None:
+        self.coordinator = Coordinator(
+            CoordinatorSettings(
+                listen="127.0.0.1",
+                client_port=0,
+                single_port=True,
+                routing_policy=RoutingPolicy.LONGEST_PREFIX,
+                timing=Timing(heartbeat=0.05, recovery=0.0),
+            )
+        )
+        self.coordinator.start()
+        self.address = self.coordinator.transport.addresses[Role.ENGINE]
+        self.executor = EchoExecutor(page_size=4, num_pages=40)
+        config = InferenceConfig(
+            enable_prefix_caching=True,
+            prefix_caching_eviction_policy="lru",
+            block_size_tokens=8,
+            kv_cache_management_mode="recompute",
+        )
+        self.engine = DynamicInferenceEngine(self.executor, config)
+        settings = EngineSettings(coordinator=self.address, name="engine-0", block_size_tokens=8)
+        self.worker = EngineWorker(settings, LoadedEngine(self.engine))
+        self.task = asyncio.ensure_future(self.worker.run())
+        self.client = InferenceClient(self.address, deserialize=False)
+
+    async def generate(self, prompt: list[int], length: int, **params: object) -> dict:
+        sampling = SamplingParams(temperature=0.0, num_tokens_to_generate=length, **params)
+        return await asyncio.wait_for(self.client.add_request(prompt, sampling), 20)
+
+    async def stop(self) -> None:
+        self.client.stop()
+        self.worker.ended.set()
+        await self.task
+        self.coordinator.stop()
+        assert self.worker.failure is None
+        self.engine.check_integrity()
+
+
+@pytest.fixture
+async def served() -> AsyncIterator[Served]:
+    served = Served()
+    await asyncio.wait_for(served.worker.joined.wait(), 20)
+    await served.client.start()
+    yield served
+    await served.stop()
+
+
+async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) -> None:
+    """39 pages hold nine prompts of four pages at most: the older ones are evicted."""
+    for number in range(14):
+        reply = await served.generate(
+            [number + 1] * 17,
+            2,
+        )
+        assert reply["status"] == "COMPLETED"
+    assert served.coordinator.counters.evicted_blocks > 0
+    assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 16
+    await served.client.set_generation_epoch(5)
+    assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 0
+
+
+async def test_weights_are_updated_in_every_engine_and_labelled(served: Served) -> None:
+    prompt = [1, 2, 3]
+    assert (await served.generate(prompt, 5))["generated_tokens"] == echo_answer(prompt, 5)
+    ack = await served.client.update_weights("other", 4)
+    assert ack.ok
+    reply = await served.generate(prompt, 5)
+    assert reply["generated_tokens"] == echo_answer(prompt, 5, weights=echo_weights("other"))
+    assert (reply["policy_epoch"], reply["kv_cache_epoch"]) == ([[0, 4]], [[0, 4]])
+    assert (served.worker.lifecycle.epoch, served.worker.lifecycle.source) == (4, "other")
+
+
+async def test_a_request_in_flight_keeps_its_place_through_an_update(served: Served) -> None:
+    await served.client.pause_engines()
+    pending = asyncio.ensure_future(served.generate([1, 2, 3], 30))
+    await served.client.update_weights("echo", 4)
+    await served.client.suspend_engines()
+    assert not served.executor.has_weights
+    await served.client.resume_engines()
+    await served.client.unpause_engines()
+    assert (await pending)["generated_tokens"] == echo_answer([1, 2, 3], 30)
+
+
+async def test_an_answer_tells_how_it_went(served: Served) -> None:
+    reply = await served.generate([1, 2, 3], 5)
+    assert min(reply["queue_seconds"], reply["prefill_seconds"], reply["decode_seconds"]) >= 0
+    assert [event["type"] for event in reply["events"]] == ["ADD_ENGINE", "ADD_CONTEXT", "FINISH"]
+
+
+async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Served) -> None:
+    error = (await served.generate([1] * 5000, 5))["error"]
+    assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", False)
+    assert "maximum context length was exceeded" in error["message"]
+    sampling = SamplingParams(temperature=0.0, num_tokens_total=2)
+    error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), 20))["error"]
+    assert (error["code"], error["field"]) == (400, "num_tokens_total")
+
+
+def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
+    log = tmp_path / "termination-log"
+    _write_termination_message(OSError("device lost"), log)
+    assert not log.exists()
+    log.touch()
+    _write_termination_message(OSError("device lost"), log)
+    assert json.loads(log.read_text()) == {"reason": "OSError", "rank": 0, "message": "device lost"}
