@@ -34,6 +34,8 @@ class Index:
 class _Written:
     child: SeenChild
     at: float
+    since: float
+    """When the watch first lacked it; a direct read does not change that."""
 
 
 class ResourceCache:
@@ -45,6 +47,7 @@ class ResourceCache:
         self._index = index
         self._clock = clock
         self._resource: SeenResource | None = None
+        self._resource_since = 0.0
         self._resource_gone = False
         self._written: dict[ChildRef, _Written] = {}
         self._unwatched: dict[ChildRef, SeenChild] = {}
@@ -87,6 +90,16 @@ class ResourceCache:
         ]
         return tuple(sorted(pods, key=lambda pod: pod.name))
 
+    @property
+    def behind_seconds(self) -> float:
+        """How long the watch has lacked something that is known to exist; 0 while it lacks nothing."""
+        self._merged()
+        self.resource()
+        since = [written.since for written in self._written.values()]
+        if self._resource is not None:
+            since.append(self._resource_since)
+        return self._clock() - min(since) if since else 0.0
+
     def lagging(self) -> list[ChildRef]:
         """Children written a while ago that the watch still does not show: to be read again."""
         self._merged()
@@ -107,6 +120,8 @@ class ResourceCache:
     # --- what this process did or found out ---
 
     def wrote_resource(self, resource: SeenResource) -> None:
+        if self._resource is None:
+            self._resource_since = self._clock()
         self._resource = resource
 
     def resource_gone(self) -> None:
@@ -114,14 +129,14 @@ class ResourceCache:
 
     def applied(self, child: SeenChild) -> None:
         """The answer to an apply: current, and verified while its fingerprint stays."""
-        self._written[child.ref] = _Written(child, self._clock())
+        self._remember(child)
         self._applied[child.ref] = (child.uid, child.fingerprint)
 
     def observed(self, ref: ChildRef, child: SeenChild | None) -> None:
         """The answer to a direct read of one child; None: it does not exist."""
         known = self._merged().get(ref)
         if child is not None:
-            self._written[ref] = _Written(child, self._clock())
+            self._remember(child)
         elif known is not None:
             self._written.pop(ref, None)
             self._gone.add(known.uid)
@@ -153,10 +168,14 @@ class ResourceCache:
                 self.gone(seen.uid)
         for ref, child in listed.items():
             if ref not in known or known[ref].version < child.version:
-                self._written[ref] = _Written(child, self._clock())
+                self._remember(child)
         living = {pod.uid for pod in pods}
         self._gone.update(seen.uid for seen in self._index.pods.get(self._key, ()) if seen.uid not in living)
         self._forget(living | {child.uid for child in listed.values()})
+
+    def _remember(self, child: SeenChild) -> None:
+        now, before = self._clock(), self._written.get(child.ref)
+        self._written[child.ref] = _Written(child, now, before.since if before is not None else now)
 
     def _is_fresh(self, ref: ChildRef) -> bool:
         written = self._written.get(ref)

@@ -67,6 +67,7 @@ class OperatorProcess:
         self._stop = asyncio.Event()
         self._phase = "logging in"
         self._supervisor: Supervisor | None = None
+        self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
         self._index: Index | None = None
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
@@ -295,6 +296,7 @@ class OperatorProcess:
             "phase": self._phase or "leading",
             "resources": len(supervisor) if supervisor else 0,
             "oldest_pass_seconds": round(supervisor.oldest_pass_seconds, 3) if supervisor else 0.0,
+            "watch_behind_seconds": round(supervisor.behind_seconds, 3) if supervisor else 0.0,
         }
 
     def _missing(self) -> list[str]:

@@ -1,10 +1,29 @@
-"""What the operator counts."""
+"""What the operator counts, and what it knows of its resources at the moment it is asked."""
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
 
-from megatron_operator.model.states import SignalKind
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megatron_operator.model.states import LifecyclePhase, SignalKind
+from megatron_operator.plan.world import CoordinatorSnapshot
+
+VERB_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One resource as last decided upon."""
+
+    namespace: str
+    name: str
+    status: Mapping[str, Any]
+    coordinator: CoordinatorSnapshot
 
 
 class Metrics:
@@ -27,6 +46,13 @@ class Metrics:
         self.signals = Counter(
             "megatron_operator_signals", "Control signals sent to coordinators.", ["signal"], registry=self.registry
         )
+        self.verb_seconds = Histogram(
+            "megatron_operator_verb_seconds",
+            "From the intent of a signal to the phase that it came to.",
+            ["verb", "phase"],
+            buckets=VERB_BUCKETS,
+            registry=self.registry,
+        )
         self.resources = Gauge("megatron_operator_resources", "Resources being served.", registry=self.registry)
         self.leading = Gauge("megatron_operator_leading", "1 while this process leads.", registry=self.registry)
         self.term = Gauge("megatron_operator_term", "Term of this leader: its fence.", registry=self.registry)
@@ -36,3 +62,63 @@ class Metrics:
 
     def count_signal(self, kind: SignalKind) -> None:
         self.signals.labels(signal=kind.value).inc()
+
+    def show(self, readings: Callable[[], Iterable[Reading]]) -> None:
+        """Add what is known of each resource, read when a page is asked for."""
+        self.registry.register(_Resources(readings))
+
+
+class VerbClock:
+    """Times each operation of one resource from its intent to every phase it comes to, as this process sees it."""
+
+    def __init__(self, metrics: Metrics, clock: Callable[[], float]) -> None:
+        self._metrics, self._clock = metrics, clock
+        self._seen: tuple[str, str] | None = None
+        self._began: float | None = None
+
+    def look(self, lifecycle: Mapping[str, Any]) -> None:
+        """The lifecycle of a decision, which is about to be persisted."""
+        operation, phase = lifecycle.get("operationId"), lifecycle.get("phase")
+        if not operation or not phase or (operation, phase) == self._seen:
+            return
+        if phase == LifecyclePhase.PENDING.value:
+            self._began = self._clock()
+        elif self._began is not None and self._seen is not None and self._seen[0] == operation:
+            taken = self._clock() - self._began
+            self._metrics.verb_seconds.labels(verb=lifecycle["signal"], phase=phase).observe(taken)
+        else:
+            self._began = None
+        self._seen = (operation, phase)
+
+
+class _Resources(Collector):
+    def __init__(self, readings: Callable[[], Iterable[Reading]]) -> None:
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        labels = ["namespace", "name"]
+        state = GaugeMetricFamily(
+            "megatron_operator_resource_state", "1 for the state of a resource.", labels=[*labels, "state"]
+        )
+        conditions = GaugeMetricFamily(
+            "megatron_operator_condition",
+            "1 for the status and reason of each condition.",
+            labels=[*labels, "type", "status", "reason"],
+        )
+        queued = GaugeMetricFamily(
+            "megatron_operator_queued_requests", "Requests that wait at a coordinator.", labels=labels
+        )
+        in_flight = GaugeMetricFamily(
+            "megatron_operator_in_flight_requests", "Requests that an engine works on.", labels=[*labels, "engine"]
+        )
+        for reading in self._readings():
+            key = [reading.namespace, reading.name]
+            if reading.status.get("state"):
+                state.add_metric([*key, reading.status["state"]], 1)
+            for entry in reading.status.get("conditions") or ():
+                conditions.add_metric([*key, entry["type"], entry["status"], entry["reason"]], 1)
+            if reading.coordinator.reachable:
+                queued.add_metric(key, reading.coordinator.queue_length)
+                for engine in reading.coordinator.engines:
+                    in_flight.add_metric([*key, engine.name], engine.in_flight)
+        yield from (state, conditions, queued, in_flight)

@@ -1,6 +1,6 @@
 """Probes and metrics.
 
-    GET /healthz  200 with the heartbeat as JSON, 503 when a pass hangs
+    GET /healthz  200 with the heartbeat as JSON, 503 when a pass hangs or a watch is cut off
     GET /readyz   200 when this process leads and watches, or stands by for the leader; else 503 naming what is missing
     GET /metrics  Prometheus
 
@@ -16,7 +16,9 @@ from aiohttp import web
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 
 STALLED_SECONDS = 120.0
-"""A pass that takes longer hangs: every request and every wait in it has a deadline far below."""
+"""A pass that takes longer hangs: every request and every wait in it has a deadline far below. A watch that has not
+shown for so long what is known to exist is cut off without noticing."""
+STALLS = ("oldest_pass_seconds", "watch_behind_seconds")
 
 
 class BindError(RuntimeError):
@@ -74,7 +76,7 @@ class Probes:
 
     async def _healthz(self, _: web.Request) -> web.Response:
         beat = dict(self._heartbeat())
-        alive = beat.get("oldest_pass_seconds", 0.0) < STALLED_SECONDS
+        alive = max(beat.get(key, 0.0) for key in STALLS) < STALLED_SECONDS
         return web.json_response({"alive": alive, **beat}, status=200 if alive else 503)
 
     async def _readyz(self, _: web.Request) -> web.Response:

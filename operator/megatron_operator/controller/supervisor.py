@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 
 from megatron_operator.cluster.cache import Key
+from megatron_operator.controller.metrics import Reading
 from megatron_operator.controller.task import ResourceTask
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,14 @@ class Supervisor:
         """Age of the longest pass under way; 0 when none is."""
         now = time.monotonic()
         return max((now - task.busy_since for task, _ in self._tasks.values() if task.busy_since), default=0.0)
+
+    @property
+    def behind_seconds(self) -> float:
+        """How long the watch of any resource has been behind; 0 when none is."""
+        return max((task.behind_seconds for task, _ in self._tasks.values()), default=0.0)
+
+    def readings(self) -> list[Reading]:
+        return [task.reading for task, _ in self._tasks.values()]
 
     def wake_resource(self, uid: str, key: Key) -> None:
         """The resource itself appeared, changed or went. A task that finds it gone ends itself."""

@@ -23,7 +23,7 @@ from megatron_operator.cluster.lease import Elector, LeadershipLostError
 from megatron_operator.cluster.projection import SeenResource
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
-from megatron_operator.controller.metrics import Metrics
+from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import refuse_spec
@@ -64,9 +64,21 @@ class ResourceTask:
         self._eager = 0
         self._said: tuple[str, str, str] | None = None
         self._persisted: tuple[str, str] | None = None
+        self._verbs = VerbClock(parts.metrics, time.monotonic)
+        self._status: dict[str, Any] = {}
 
     def wake(self) -> None:
         self._woken.set()
+
+    @property
+    def reading(self) -> Reading:
+        """What metrics say of the resource."""
+        return Reading(*self.key, status=self._status, coordinator=self._parts.link.snapshot)
+
+    @property
+    def behind_seconds(self) -> float:
+        """How long the watch has not shown something that is known to exist."""
+        return self._parts.cache.behind_seconds
 
     async def run(self) -> None:
         """Until the resource is gone.
@@ -106,6 +118,8 @@ class ResourceTask:
         decision = await self._decide(resource)
         parts.link.expect_change(decision.attentive)
         self._log_decision(decision)
+        self._status = decision.status
+        self._verbs.look(decision.status.get("lifecycle") or {})
         if not await self._persist(resource, decision.status):
             return self._again()
         if await parts.actor.act(decision.actions, resource):

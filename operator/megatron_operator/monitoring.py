@@ -1,0 +1,209 @@
+"""Alert rules and the Grafana dashboard, as plain data. A test holds every metric named here to one that exists."""
+
+from __future__ import annotations
+
+from typing import Any
+
+Object = dict[str, Any]
+
+
+def _alert(name: str, expression: str, *, wait: str, severity: str, summary: str, action: str) -> Object:
+    annotations = {"summary": summary, "action": action}
+    labels = {"severity": severity}
+    return {"alert": name, "expr": expression, "for": wait, "labels": labels, "annotations": annotations}
+
+
+ALERTS: list[Object] = [
+    _alert(
+        "MegatronOperatorAbsent",
+        "absent(megatron_operator_leading == 1)",
+        wait="2m",
+        severity="critical",
+        summary="No operator leads. What serves goes on serving; no change of a resource has an effect.",
+        action="Look at the operator's pods and at its Lease.",
+    ),
+    _alert(
+        "MegatronReconcileFails",
+        'rate(megatron_operator_reconcile_passes_total{outcome="error"}[5m]) > 0.1',
+        wait="10m",
+        severity="warning",
+        summary="Passes over resources fail again and again.",
+        action="Read the operator's log for 'pass failed': it names the resource and the request.",
+    ),
+    _alert(
+        "MegatronResourceDegraded",
+        'megatron_operator_condition{type="Degraded",status="True"} == 1',
+        wait="10m",
+        severity="warning",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: {{ $labels.reason }}.",
+        action="kubectl megatron status NAME says what is wrong and what to do.",
+    ),
+    _alert(
+        "MegatronResourceFailed",
+        'megatron_operator_resource_state{state="Failed"} == 1',
+        wait="1m",
+        severity="critical",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: every engine was given up.",
+        action="Correct the spec after the diagnosis in status.engines; any change tries again.",
+    ),
+    _alert(
+        "MegatronStateUnknown",
+        'megatron_operator_resource_state{state="Unknown"} == 1',
+        wait="5m",
+        severity="warning",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: its coordinator does not answer the operator.",
+        action="Look at the coordinator's pod, and at the NetworkPolicies between the two.",
+    ),
+    _alert(
+        "MegatronNoEngineServes",
+        "sum by (namespace, pod) (megatron_coordinator_engine_serving) == 0 "
+        "and on (namespace, pod) megatron_coordinator_queued_requests > 0",
+        wait="2m",
+        severity="critical",
+        summary="Requests wait and no engine serves.",
+        action="kubectl megatron status NAME; a suspended resource may lack wakeOnRequest.",
+    ),
+    _alert(
+        "MegatronEnginesLost",
+        "increase(megatron_coordinator_engines_lost_total[15m]) > 3",
+        wait="0m",
+        severity="warning",
+        summary="Engines are lost again and again; their requests are replayed each time.",
+        action="Look at the engines' last words in kubectl describe pod.",
+    ),
+    _alert(
+        "MegatronQueueGrows",
+        "megatron_coordinator_queued_requests > 100 and deriv(megatron_coordinator_queued_requests[10m]) > 0",
+        wait="10m",
+        severity="warning",
+        summary="Requests arrive faster than engines answer.",
+        action="Raise spec.replicas, or let an autoscaler do it.",
+    ),
+    _alert(
+        "MegatronVerbSlow",
+        "histogram_quantile(0.99, sum by (le, verb) (rate(megatron_operator_verb_seconds_bucket"
+        '{verb!="DRAIN",phase="Confirmed"}[30m]))) > 60',
+        wait="0m",
+        severity="warning",
+        summary="{{ $labels.verb }} takes more than a minute to be confirmed.",
+        action="status.plan.waitingOn names the rank that is waited for.",
+    ),
+]
+
+
+def alert_rules() -> Object:
+    """The content of a PrometheusRule's spec."""
+    return {"groups": [{"name": "megatron-inference", "rules": ALERTS}]}
+
+
+PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
+    (
+        "Tokens generated",
+        "short",
+        (("sum by (model_name) (rate(megatron_generation_tokens_total[1m]))", "{{model_name}}"),),
+    ),
+    (
+        "Time to first token",
+        "s",
+        tuple(
+            (
+                f"histogram_quantile({q}, sum by (le) (rate(megatron_time_to_first_token_seconds_bucket[5m])))",
+                f"p{int(q * 100)}",
+            )
+            for q in (0.5, 0.99)
+        ),
+    ),
+    (
+        "Time between tokens",
+        "s",
+        tuple(
+            (
+                f"histogram_quantile({q}, sum by (le) (rate(megatron_inter_token_latency_seconds_bucket[5m])))",
+                f"p{int(q * 100)}",
+            )
+            for q in (0.5, 0.99)
+        ),
+    ),
+    ("Answers by status", "short", (("sum by (status) (rate(megatron_http_responses_total[1m]))", "{{status}}"),)),
+    (
+        "Waiting for an engine",
+        "short",
+        (("sum by (namespace) (megatron_coordinator_queued_requests)", "{{namespace}}"),),
+    ),
+    ("In flight by engine", "short", (("sum by (engine) (megatron_coordinator_in_flight_requests)", "{{engine}}"),)),
+    (
+        "Replays and engines lost",
+        "short",
+        (
+            ("sum(increase(megatron_coordinator_replays_total[5m]))", "requests replayed"),
+            ("sum(increase(megatron_coordinator_engines_lost_total[5m]))", "engines lost"),
+        ),
+    ),
+    ("Resources by state", "short", (("sum by (state) (megatron_operator_resource_state)", "{{state}}"),)),
+    (
+        "Time of verbs, p99",
+        "s",
+        (
+            (
+                "histogram_quantile(0.99, sum by (le, verb) (rate(megatron_operator_verb_seconds_bucket[30m])))",
+                "{{verb}}",
+            ),
+        ),
+    ),
+    (
+        "Time of a pass, p99",
+        "s",
+        (("histogram_quantile(0.99, sum by (le) (rate(megatron_operator_reconcile_seconds_bucket[5m])))", "pass"),),
+    ),
+    (
+        "Writes to the API server",
+        "short",
+        (("sum by (verb, kind) (rate(megatron_operator_api_writes_total[5m]))", "{{verb}} {{kind}}"),),
+    ),
+    (
+        "Prefix cache hits",
+        "percentunit",
+        (
+            (
+                "sum(rate(megatron_prefix_cache_hits_total[5m])) / sum(rate(megatron_prefix_cache_queries_total[5m]))",
+                "hits",
+            ),
+        ),
+    ),
+)
+"""Title, unit, and (expression, legend) of each curve."""
+
+
+def dashboard() -> Object:
+    """A Grafana dashboard (schema 39)."""
+    return {
+        "uid": "megatron-inference",
+        "title": "Megatron inference",
+        "schemaVersion": 39,
+        "editable": True,
+        "refresh": "10s",
+        "time": {"from": "now-1h", "to": "now"},
+        "templating": {"list": [{"name": "datasource", "type": "datasource", "query": "prometheus"}]},
+        "panels": [_panel(number, *panel) for number, panel in enumerate(PANELS)],
+    }
+
+
+def _panel(number: int, title: str, unit: str, curves: tuple[tuple[str, str], ...]) -> Object:
+    source = {"type": "prometheus", "uid": "${datasource}"}
+    return {
+        "id": number + 1,
+        "title": title,
+        "type": "timeseries",
+        "datasource": source,
+        "gridPos": {"h": 8, "w": 8, "x": 8 * (number % 3), "y": 8 * (number // 3)},
+        "fieldConfig": {"defaults": {"unit": unit, "min": 0}, "overrides": []},
+        "targets": [
+            {"refId": chr(ord("A") + index), "datasource": source, "expr": expression, "legendFormat": legend}
+            for index, (expression, legend) in enumerate(curves)
+        ],
+    }
+
+
+def expressions() -> list[str]:
+    """Every query of alerts and dashboard."""
+    return [alert["expr"] for alert in ALERTS] + [query for _, _, curves in PANELS for query, _ in curves]
