@@ -243,11 +243,13 @@ class DynamicInferenceEngine(EngineInProgram):
     def _plan(self, rows: StepRows) -> StepPlan:
         context, slots, counts = self.context, rows.slots, rows.counts
         starts = context.num_computed[slots]
-        # Position of each token: its row's start plus its index within the row.
-        row_of_token = np.repeat(np.arange(len(slots)), counts)
-        index_in_row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        positions = (starts[row_of_token] + index_in_row).astype(np.int32)
-        token_slots = slots[row_of_token]
+        token_slots, positions = slots, starts
+        if counts.max() > 1:
+            # Position of each token: its row's start plus its index within the row.
+            row_of_token = np.repeat(np.arange(len(slots)), counts)
+            index_in_row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            positions = (starts[row_of_token] + index_in_row).astype(np.int32)
+            token_slots = slots[row_of_token]
         pages = context.block_tables[token_slots, positions // context.page_size].astype(np.int64)
         width = int(context.num_pages[slots].max())
         return StepPlan(

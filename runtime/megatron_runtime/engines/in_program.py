@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorProcess
     from megatron_runtime.engines.executor import Executor
     from megatron_runtime.engines.listening import Listening
+    from megatron_runtime.engines.state_events import StateEvents
     from megatron_runtime.requests.dynamic import DynamicInferenceRequest
     from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
@@ -124,11 +125,16 @@ class EngineInProgram:
         """The coordinator that was launched here."""
         return self._listening.coordinator if self._listening is not None else None
 
-    async def wait_until(self, state: EngineState) -> None:
-        """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED. Call it on the loop of the
-        engine's connection. Raises EngineFailedError if the engine ends first.
+    @property
+    def state_events(self) -> StateEvents:
+        """The engine's states as events. They belong to the loop of the engine's connection."""
+        return self._require_listening().events
+
+    async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
+        """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time). Call it
+        on the loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
-        await self._require_listening().wait_until(state)
+        await self._require_listening().wait_until(state, times=times)
 
     async def stop_listening(self) -> None:
         """Leave the coordinator, and end it if it was launched here. Call it on the loop of the engine's connection.

@@ -15,6 +15,7 @@ from megatron_runtime.data_parallel_inference_coordinator.spawn import Coordinat
 from megatron_runtime.engines.build import LoadedEngine
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.state_events import StateEvents
 from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.wire.states import EngineState
 
@@ -60,10 +61,14 @@ class Listening:
             raise
         return address
 
-    async def wait_until(self, state: EngineState) -> None:
-        """Return when the engine has reached `state`. Raises EngineFailedError if it ends first."""
+    @property
+    def events(self) -> StateEvents:
         assert self._worker is not None, "start() first"
-        await self._unless_ended(self._worker.lifecycle.events.wait(state))
+        return self._worker.lifecycle.events
+
+    async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
+        """See StateEvents.wait(). Raises EngineFailedError if the engine ends first."""
+        await self._unless_ended(self.events.wait(state, times=times))
 
     async def stop(self) -> None:
         """End the worker, then the coordinator if it was started here. Idempotent; raises nothing of theirs."""

@@ -110,7 +110,11 @@ class Scheduler:
         """
         preempted = self._grow()
         requests = list(self.running)
-        counts = self._shares(self._left(requests), self._config.step_tokens)
+        slots = _slots(requests)
+        left = self._context.tokens_left(slots)
+        if requests and not self.waiting and left.max() == 1:
+            return StepRows(requests, slots, left, np.ones(len(left), dtype=bool))
+        counts = self._shares(left, self._config.step_tokens)
         if self._config.track_paused_request_events:
             for index in np.flatnonzero(counts == 0):
                 requests[index].note(Event.PAUSE)

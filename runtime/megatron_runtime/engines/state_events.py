@@ -17,38 +17,60 @@ SET_IN: dict[EngineState, frozenset[EngineState]] = {
 """The states in which each event is set. RESUMED is set from the end of a RESUME, in PAUSED, to the next SUSPEND."""
 
 
+LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
+    (_S.PAUSING, _S.PAUSED): _S.PAUSED,
+    (_S.UNPAUSING, _S.RUNNING): _S.RUNNING,
+    (_S.SUSPENDING, _S.SUSPENDED): _S.SUSPENDED,
+    (_S.RESUMING, _S.PAUSED): _S.RESUMED,
+    (_S.STOPPING, _S.STOPPED): _S.STOPPED,
+}
+"""What has been reached once more by a step from one state to another."""
+
+
 class StateEvents:
     """Follows the state of one engine. Belongs to one event loop."""
 
     def __init__(self, state: EngineState) -> None:
         self._state = state
-        self._events = {name: asyncio.Event() for name in (*SET_IN, _S.RESUMED)}
+        self._set: set[EngineState] = set()
+        self._times = {name: 0 for name in (*SET_IN, _S.RESUMED)}
+        self._changed = asyncio.Event()
         self.enter(state)
 
     def enter(self, state: EngineState) -> None:
-        if self._state is _S.RESUMING and state is _S.PAUSED:
-            self._events[_S.RESUMED].set()
+        landed = LANDED.get((self._state, state))
+        if landed is not None:
+            self._times[landed] += 1
+        if landed is _S.RESUMED:
+            self._set.add(_S.RESUMED)
         elif state is _S.SUSPENDING:
-            self._events[_S.RESUMED].clear()
+            self._set.discard(_S.RESUMED)
         self._state = state
         for name, states in SET_IN.items():
             if state in states:
-                self._events[name].set()
+                self._set.add(name)
             else:
-                self._events[name].clear()
+                self._set.discard(name)
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def is_set(self, state: EngineState) -> bool:
-        return self._event(state).is_set()
+        return self._check(state) in self._set
 
-    async def wait(self, state: EngineState) -> None:
-        """Return when the event of `state` is set."""
-        await self._event(state).wait()
+    def times(self, state: EngineState) -> int:
+        """How often a signal has led to `state`."""
+        return self._times[self._check(state)]
 
-    def _event(self, state: EngineState) -> asyncio.Event:
-        event = self._events.get(state)
-        if event is None:
-            raise ValueError(f"{state.name} is passed through, not waited for: wait for {self._waitable()}")
-        return event
+    async def wait(self, state: EngineState, *, times: int | None = None) -> None:
+        """Return when the event of `state` is set, or when signals have led there so often, even if later ones have led
+        on: who is slow to ask must not wait for ever.
+        """
+        self._check(state)
+        while state not in self._set and (times is None or self._times[state] < times):
+            await self._changed.wait()
 
-    def _waitable(self) -> str:
-        return ", ".join(name.name for name in self._events)
+    def _check(self, state: EngineState) -> EngineState:
+        if state not in self._times:
+            known = ", ".join(name.name for name in self._times)
+            raise ValueError(f"{state.name} is passed through, not waited for: wait for one of {known}")
+        return state
