@@ -61,7 +61,7 @@ def weights() -> LlamaWeights:
 
 
 class LlamaOfKernels:
-    """The decoder as a GPU would run it: seven launches a layer, three of them products of matrices by torch."""
+    """The decoder as a GPU would run it: nine launches a layer, four of them products of matrices by torch."""
 
     def __init__(self, weights: LlamaWeights, kernels: Kernels) -> None:
         self.weights, self.kernels = weights, kernels
