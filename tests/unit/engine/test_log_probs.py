@@ -117,6 +117,7 @@ def test_processed_ones_are_of_what_is_drawn_from(make_tiny: MakeTiny) -> None:
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         with torch.inference_mode():
             logits = reference(torch.tensor([[*prompt, *answer.tokens]])).logits[0, len(prompt) - 1 : -1]
+        logits = logits.clone()
         logits[:, 7] += 2.0
         for value, token, line in zip(answer.log_probs, answer.tokens, logits / 0.5, strict=True):
             kept, ids = line.topk(3)
