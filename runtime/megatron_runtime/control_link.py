@@ -50,7 +50,7 @@ class ControlCalls:
     that safe.
     """
 
-    def __init__(self, send: Callable[[Frames], None], *, address: str) -> None:
+    def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
         self._send = send
         self._address = address
         self._operations: dict[str, tuple[Control, asyncio.Future[ControlAck]]] = {}
@@ -73,7 +73,9 @@ class ControlCalls:
             _retrieve(done)
 
         future.add_done_callback(forget)
-        self._send(control.to_frames())
+        if not self._send(control.to_frames()):
+            text = f"{control.kind.name} is larger than the coordinator takes: at most its max_message_bytes"
+            future.set_exception(ControlRefusedError(int(ErrorCode.TOO_LARGE), "", text, None))
         return future
 
     def status(self, *, timeout_seconds: float) -> asyncio.Future[StatusReply]:

@@ -73,6 +73,8 @@ class PeerLink:
     ) -> None:
         self.address = address
         self.registered = False
+        self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
+        """As the coordinator last said."""
         self.rejected_frames = 0
         self.coordinator_incarnation = 0
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -138,10 +140,18 @@ class PeerLink:
         self.registered = False
         self.context.term()
 
-    def send(self, frames: Frames) -> None:
-        """Hand `frames` to the socket, whose buffer is unbounded. Before registration they are dropped."""
+    def send(self, frames: Frames) -> bool:
+        """Hand `frames` to the socket, whose buffer is unbounded. Before registration they are dropped.
+
+        False when the coordinator would not take a message of this size: it is not sent then.
+        """
+        size = sum(map(len, frames))
+        if size > self.max_message_bytes:
+            logger.error("a message of %d bytes is not sent: at most %d", size, self.max_message_bytes)
+            return False
         if self._socket is not None and self.registered:
             self._socket.send(frames)
+        return True
 
     def beat(self) -> None:
         """Send a HEARTBEAT now: something it says has changed."""
@@ -227,6 +237,7 @@ class PeerLink:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
         self._heartbeat_seconds = ack.heartbeat_seconds
+        self.max_message_bytes = ack.max_message_bytes
         self._lost = False
         self.registered = True
         if self._acknowledged is not None and not self._acknowledged.done():

@@ -286,6 +286,9 @@ class Coordinator:
     def heartbeat_frames(self) -> Frames:
         return Heartbeat(incarnation=self.incarnation, state=self.verbs.state).to_frames()
 
+    def relieve(self, engine: Engine) -> None:
+        self.dispatcher.relieve(engine)
+
     def lose_engine(self, engine: Engine, reason: str) -> None:
         """Remove an engine; what it had in flight goes elsewhere."""
         if not self.engines.is_registered(engine):

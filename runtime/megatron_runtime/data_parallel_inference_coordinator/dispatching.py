@@ -200,6 +200,19 @@ class Dispatcher:
             self._enqueue(entry, first=True)
             self._limit_wait(entry)
 
+    def relieve(self, engine: Engine) -> None:
+        """Give what a silent engine has to others, as far as they have room. What it answers later is its own."""
+        for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
+            if not self._may_dispatch() or not self._engines.with_room():
+                return
+            del engine.in_flight[entry.dispatch_id]
+            self._send(engine.peer, Abort(entry.dispatch_id).to_frames())
+            self._counters.replays += 1
+            self._remember(entry, engine)
+            self._enqueue(entry, first=True)
+            self._limit_wait(entry)
+            self.pump()
+
     def _remember(self, entry: Entry, engine: Engine) -> None:
         self._former[entry.dispatch_id] = FormerDispatch(engine.peer, entry, entry.dispatched_bytes)
         entry.former.append(entry.dispatch_id)

@@ -30,9 +30,12 @@ from megatron_runtime.wire.messages import (
     Plain,
     block_hashes_from_bytes,
 )
-from megatron_runtime.wire.states import PASSING_STATES, EngineState
+from megatron_runtime.wire.states import PASSING_STATES, CoordinatorState, EngineState
 
 logger = logging.getLogger(__name__)
+
+HEAL_SECONDS = 5.0
+"""How long an engine may take to reach the state it was told before it is told again."""
 
 
 class Surroundings(Protocol):
@@ -100,15 +103,25 @@ class EngineSide:
         return self._replies.late_final(peer, final, final.to_frames())
 
     def _heartbeat(self, engine: Engine, message: Heartbeat, _: Frames) -> None:
-        engine.busy_until = self._clock.time() + message.busy_for if message.busy_for > 0 else 0.0
+        now = self._clock.time()
+        engine.busy_until = now + message.busy_for if message.busy_for > 0 else 0.0
+        before = engine.available()
+        engine.suspect = False
         # A passing state was sent on the way to a commit that is out already, or is decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state
         if message.epoch is not None:
             engine.epoch = message.epoch
-        if engine.suspect:
-            engine.suspect = False
+        if engine.available() and not before:
             self._dispatcher.pump()
+        if message.state is not None and message.busy_for <= 0:
+            self._heal(engine, message.state, now)
+
+    def _heal(self, engine: Engine, state: str, now: float) -> None:
+        """Tell an engine the state again that stands in another one while nothing is under way: a commit was lost."""
+        settled = self._verbs.current is None and self._verbs.state is not CoordinatorState.RECOVERING
+        if settled and engine.serving and state != self._verbs.state and now - engine.welcomed > HEAL_SECONDS:
+            self._registration.welcome(engine)
 
     def _ack(self, engine: Engine, ack: ControlAck, _: Frames) -> None:
         if not self._verbs.acknowledged(engine, ack):

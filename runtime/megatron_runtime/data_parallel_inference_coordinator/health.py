@@ -22,6 +22,9 @@ class Surroundings(Protocol):
 
     def heartbeat_frames(self) -> Frames: ...
 
+    def relieve(self, engine: Engine) -> None:
+        """Give what a silent engine has to others."""
+
     def lose_engine(self, engine: Engine, reason: str) -> None: ...
 
     def lose_client(self, client: Client, reason: str) -> None: ...
@@ -85,6 +88,8 @@ class Health:
             return
         silent = now - engine.heard
         engine.suspect = silent > self._timing.suspect
+        if engine.suspect and engine.in_flight and now > engine.busy_until:
+            self._surroundings.relieve(engine)
         if silent > self._timing.dead and now > engine.busy_until + self._timing.dead:
             self._surroundings.lose_engine(engine, f"silent for {silent:.1f} s")
         elif self._send(engine.peer, heartbeat) is Sent.GONE:

@@ -66,6 +66,7 @@ class Engine:
     source:    weights that an UPDATE_WEIGHTS named, as far as the engine said.
     draining:  gets no new work until it registers anew.
     full:      its socket's buffer was full; cleared at the next heartbeat.
+    welcomed:  when it was last told the state to be in.
     entered_during: operation under way when this engine joined: told the outcome when it ends.
     in_flight: requests by dispatch id.
     """
@@ -89,11 +90,18 @@ class Engine:
     draining: bool = False
     full: bool = False
     suspect: bool = False
+    welcomed: float = 0.0
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
 
     def available(self) -> bool:
-        return self.serving and not self.draining and not self.suspect and not self.full
+        return (
+            self.serving
+            and self.state is EngineState.RUNNING
+            and not self.draining
+            and not self.suspect
+            and not self.full
+        )
 
     def has_room(self) -> bool:
         return self.available() and len(self.in_flight) < self.max_requests

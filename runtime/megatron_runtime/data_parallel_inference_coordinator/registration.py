@@ -112,6 +112,7 @@ class Registration:
 
     def welcome(self, engine: Engine) -> None:
         """Tell an engine the state to be in."""
+        engine.welcomed = self._now()
         state = self._verbs.target_state
         ack = HelloAck(
             incarnation=self._incarnation,

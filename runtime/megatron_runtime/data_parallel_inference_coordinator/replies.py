@@ -70,14 +70,15 @@ class Replies:
 
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
-        if entry is None or entry.uid != message.uid:
+        if entry is not None and entry.uid == message.uid:
+            self._deliver(entry, message, frames)
+        elif not self.late_final(engine.peer, message, frames):
             self._counters.stale += 1
-            return
-        self._deliver(entry, message, frames)
 
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
-        """An engine that was removed answers after all. Its answer counts where it goes on from what the client was
-        sent, and ends the request wherever it is now. False when it is nobody's, or differs.
+        """An engine that lost its requests, by removal or silence, answers one after all. Its answer counts where it
+        goes on from what the client was sent, and ends the request wherever it is now. False when it is nobody's, or
+        differs.
         """
         former = self._dispatcher.former(message.dispatch_id, peer)
         if former is None or former.entry.uid != message.uid:
@@ -85,7 +86,7 @@ class Replies:
         entry = former.entry
         if not message.tokens.startswith(bytes(entry.generated)) or not _completed(message):
             return False
-        logger.warning("an engine that was removed answered a request after all; its answer is delivered")
+        logger.warning("an engine that was given up answered a request after all; its answer is delivered")
         self._counters.late += 1
         self._dispatcher.withdraw(entry)
         self._deliver(entry, message, frames)

@@ -157,7 +157,7 @@ async def test_an_oversized_message_is_refused(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
     body = bytes(3 << 20)
-    client._link.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
+    client._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
     await stage.until(lambda: coordinator.counters.rejected["too_large"] == 1)
 
 

@@ -1,0 +1,315 @@
+"""Whatever comes and however long it goes on: every table stays small, and who does not read costs nobody else."""
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Sized
+from types import ModuleType
+from typing import Any
+
+import pytest
+import zmq
+
+from megatron_runtime.control_link import ControlRefusedError
+from megatron_runtime.data_parallel_inference_coordinator import transport as transport_module
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
+from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.messages import (
+    Abort,
+    Control,
+    ControlAck,
+    Disconnect,
+    Dispatch,
+    EvictedBlocks,
+    Final,
+    Heartbeat,
+    Hello,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    Submit,
+    decode,
+    pack,
+    tokens_to_bytes,
+)
+from megatron_runtime.wire.states import EngineState
+
+WEEK_SECONDS = 7 * 24 * 3600
+STEP_SECONDS = 600
+
+
+class SimulatedClock:
+    def __init__(self) -> None:
+        self._now = 1000.0
+        self._due: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
+        self._cancelled: set[int] = set()
+        self._count = 0
+
+    def time(self) -> float:
+        return self._now
+
+    def call_at(self, when: float, callback: Callable[..., Any], /, *args: Any) -> "SimulatedTimer":
+        self._count += 1
+        heapq.heappush(self._due, (when, self._count, callback, args))
+        return SimulatedTimer(self._cancelled, self._count)
+
+    def advance(self, seconds: float) -> None:
+        until = self._now + seconds
+        while self._due and self._due[0][0] <= until:
+            when, number, callback, args = heapq.heappop(self._due)
+            if number in self._cancelled:
+                self._cancelled.discard(number)
+                continue
+            self._now = max(self._now, when)
+            callback(*args)
+        self._now = until
+
+
+class SimulatedTimer:
+    def __init__(self, cancelled: set[int], number: int) -> None:
+        self._cancelled, self._number = cancelled, number
+
+    def cancel(self) -> None:
+        self._cancelled.add(self._number)
+
+
+class Sink:
+    """Takes what the coordinator sends; engines answer verbs and remember their dispatches."""
+
+    gatekeeper = None
+
+    def __init__(self, _settings: CoordinatorSettings, receive: Callable[..., None]) -> None:
+        self.receive = receive
+        self.addresses: dict[Role, str] = {}
+        self.dispatched: list[tuple[tuple[int, bytes], Dispatch]] = []
+        self.controls: list[tuple[tuple[int, bytes], Control]] = []
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def sender_key(self, _peer: tuple[int, bytes]) -> bytes:
+        return b""
+
+    def admits(self, _peer: tuple[int, bytes], _key: bytes) -> bool:
+        return True
+
+    def send(self, peer: tuple[int, bytes], frames: list[bytes]) -> Sent:
+        if peer[0] == Role.ENGINE:
+            message = decode(frames)
+            if isinstance(message, Dispatch):
+                self.dispatched.append((peer, message))
+            elif isinstance(message, Control):
+                self.controls.append((peer, message))
+        return Sent.OK
+
+
+def sizes(root: object) -> dict[str, int]:
+    """Length of every container that can be reached from an object of the coordinator."""
+    found: dict[str, int] = {}
+    seen: set[int] = set()
+    pending: list[tuple[str, object]] = [("coordinator", root)]
+    while pending:
+        path, item = pending.pop()
+        if id(item) in seen or isinstance(item, ModuleType | type | str | bytes | SimulatedClock | Sink):
+            continue
+        seen.add(id(item))
+        if isinstance(item, Sized):
+            found[path] = max(found.get(path, 0), len(item))
+        if isinstance(item, dict):
+            pending += [(f"{path}[]", value) for value in item.values()]
+        elif isinstance(item, list | tuple | set):
+            pending += [(f"{path}[]", value) for value in item]
+        elif type(item).__module__.startswith("megatron_runtime.data_parallel"):
+            names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
+            pending += [(f"{path}.{name}", getattr(item, name, None)) for name in names]
+    return found
+
+
+class Week:
+    """Clients come and go, ask, abort and fall silent; engines are replaced; an operator pauses and sets epochs."""
+
+    def __init__(self) -> None:
+        self.clock = SimulatedClock()
+        self.rng = random.Random(7)
+        timing = Timing(heartbeat=600.0, suspect=2000.0, dead=6000.0, client_dead=6000.0, recovery=0.0)
+        settings = CoordinatorSettings(routing_policy=RoutingPolicy.LONGEST_PREFIX, timing=timing)
+        self.coordinator = Coordinator(settings, clock=self.clock, transport=Sink)  # type: ignore[arg-type]
+        self.coordinator.start()
+        self.sink: Sink = self.coordinator.transport  # type: ignore[assignment]
+        self.admin = (int(Role.ADMIN), b"admin")
+        self.engines: dict[int, tuple[int, bytes]] = {}
+        self.clients: dict[int, tuple[int, bytes]] = {}
+        self.count = 0
+
+    def say(self, peer: tuple[int, bytes], message: Any) -> None:
+        self.coordinator.receive(peer, message.to_frames())
+
+    def engine(self, slot: int) -> None:
+        self.count += 1
+        peer = self.engines[slot] = (int(Role.ENGINE), b"e%d" % self.count)
+        hello = Hello(role=Role.ENGINE, name=f"engine-{slot}", incarnation=self.count, serving=True)
+        state = EngineState(self.coordinator.verbs.state.value)
+        self.say(peer, hello.model_copy(update={"state": state, "max_requests": 4, "block_size_tokens": 4}))
+
+    def client(self) -> None:
+        self.count += 1
+        peer = (int(Role.CLIENT), b"c%d" % self.count)
+        self.clients[self.count] = peer
+        self.say(peer, Hello(role=Role.CLIENT, name=f"client-{self.count}", incarnation=self.count))
+        for _ in range(self.rng.randrange(4)):
+            uid = self.rng.randbytes(16)
+            prompt = tokens_to_bytes([self.rng.randrange(9) for _ in range(12)])
+            deadline = self.rng.choice([None, 1000, 10**9])
+            meta = RequestMeta(self.rng.random() < 0.5, 1, deadline, False, self.rng.randrange(3))
+            self.say(peer, Submit(uid, meta, prompt, b"", b"\x80"))
+            if self.rng.random() < 0.2:
+                self.say(peer, Abort(uid))
+        if self.rng.random() < 0.5:
+            self.say(peer, Disconnect())
+            del self.clients[self.count]
+
+    def answer(self) -> None:
+        for peer, dispatch in self.sink.dispatched:
+            if self.rng.random() < 0.8:
+                reply = pack({"status": "COMPLETED"})
+                self.say(peer, Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated + b"\1\0\0\0", reply))
+        self.sink.dispatched.clear()
+        for peer, control in self.sink.controls:
+            ack = ControlAck(operation_id=control.operation_id or "-", ok=True, state=EngineState.PAUSED, ranks=1)
+            self.say(peer, ack)
+        self.sink.controls.clear()
+
+    def step(self, number: int) -> None:
+        self.clock.advance(STEP_SECONDS)
+        self.say(self.admin, Heartbeat(incarnation=1))
+        for slot, peer in self.engines.items():
+            state = EngineState(self.coordinator.verbs.state.value)
+            self.say(peer, Heartbeat(incarnation=1, state=state))
+            self.say(peer, EvictedBlocks(self.rng.randbytes(64), cleared=slot == 0 and number % 7 == 0))
+        for peer in list(self.clients.values())[-8:]:
+            self.say(peer, Heartbeat(incarnation=1))
+        for _ in range(3):
+            self.client()
+        if number % 20 == 0:
+            self.engine(number // 20 % 3)
+        if number % 5 == 0:
+            kinds = {0: Header.PAUSE, 5: Header.UNPAUSE, 10: Header.SET_GENERATION_EPOCH, 15: Header.UPDATE_WEIGHTS}
+            kind = kinds[number % 20]
+            options = {"epoch": number, "source": f"/models/{number}"} if number % 20 >= 10 else {}
+            self.say(self.admin, Control(kind=kind, operation_id=f"op-{number}", fence=1, **options))
+        self.answer()
+
+
+async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
+    caplog.set_level("ERROR")
+    week = Week()
+    week.say(week.admin, Hello(role=Role.ADMIN, name="operator", incarnation=1))
+    for slot in range(3):
+        week.engine(slot)
+    steps = WEEK_SECONDS // STEP_SECONDS
+    for number in range(steps):
+        week.step(number)
+        if number == steps // 10:
+            early = sizes(week.coordinator)
+    assert week.coordinator.counters.completed > 1000
+    assert week.coordinator.verbs.epoch > 0
+    late = sizes(week.coordinator)
+    known = {path: size for path, size in late.items() if "_held" not in path}
+    assert max(late.values()) <= MAX_KNOWN_BLOCKS
+    assert max(known.values()) <= 1100, max(known, key=known.__getitem__)
+    grown = {path: (early.get(path, 0), size) for path, size in known.items() if size > 3 * early.get(path, 0) + 64}
+    assert not grown
+    week.clock.advance(10**7)
+    week.coordinator.check_integrity()
+    assert len(week.coordinator.dispatcher.journal) == len(week.coordinator.dispatcher.deadlines) == 0
+    assert len(week.coordinator.clients) == len(week.coordinator.engines) == 0
+
+
+async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
+    monkeypatch.setattr(transport_module, "_CLIENT_SEND_MARK", 50)
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, slow_client=60.0, client_dead=60.0, recovery=0.0))
+    engine = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    context = zmq.Context()
+    lazy = context.socket(zmq.DEALER)
+    lazy.setsockopt(zmq.RCVHWM, 1)
+    lazy.setsockopt(zmq.RCVBUF, 4096)
+    lazy.connect(stage.address(Role.CLIENT))
+    lazy.send_multipart(Hello(role=Role.CLIENT, name="lazy", incarnation=1).to_frames())
+    lazy.send_multipart(
+        Submit(bytes(16), RequestMeta(True), tokens_to_bytes([1]), b"", pack(params(1).serialize())).to_frames()
+    )
+    await engine.until(lambda: engine.dispatches)
+    dispatch = engine.dispatches[0]
+    registered = coordinator.clients.named(Role.CLIENT, "lazy")
+    entry = next(iter(coordinator.dispatcher.journal))
+    sent = 0
+    while not registered.blocked or sent < 1000:
+        for _ in range(500):
+            item = PartialEntry(dispatch.uid, dispatch.dispatch_id, sent, 1)
+            engine.send(Partial(dispatch.route, [item], tokens_to_bytes([sent])))
+            sent += 1
+        await stage.until(lambda sent=sent: entry.tokens_so_far == sent)
+        assert sent < 2_000_000, "the buffers never filled"
+    engine.jobs.clear()
+    engine.step_seconds = 0.0
+    for number in range(20):
+        assert (await client.add_request([number], params(2)))["generated_tokens"] == echo_answer([number], 2)
+    tokens: list[int] = []
+    messages = 0
+    async with asyncio.timeout(60):
+        while len(tokens) < sent:
+            while not lazy.poll(0):  # noqa: ASYNC110 - a bare socket has no event
+                await asyncio.sleep(0.002)
+            message = decode(lazy.recv_multipart())
+            if isinstance(message, Partial):
+                messages += 1
+                assert message.entries[0].offset == len(tokens)
+                tokens += [
+                    int.from_bytes(message.tokens[at : at + 4], "little") for at in range(0, len(message.tokens), 4)
+                ]
+    assert tokens == list(range(sent))
+    assert messages < sent
+    lazy.close(linger=0)
+    context.term()
+
+
+async def test_paused_time_counts_against_a_deadline_and_against_the_wait(stage, params) -> None:
+    stage.coordinator(max_wait_seconds=0.6)
+    engine = await stage.engine(step_seconds=None)
+    link, client = await stage.admin(), await stage.client()
+    running = client.add_request([1], params(2), deadline_seconds=0.4)
+    await engine.until(lambda: engine.jobs)
+    await link.control(Header.PAUSE, operation_id="p", fence=1)
+    held = [client.add_request([n], params(2), deadline_seconds=seconds) for n, seconds in ((2, 0.3), (3, None))]
+    for future in (running, *held):
+        with pytest.raises(RequestRejectedError) as rejected:
+            await future
+        assert rejected.value.code == ErrorCode.DEADLINE
+
+
+async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params) -> None:
+    coordinator = stage.coordinator()
+    client = await stage.client()
+    futures = [
+        client.add_request([n], params(1, priority=priority)) for n, priority in ((1, 5), (2, 0), (3, -1), (4, 0))
+    ]
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 4)
+    engine = await stage.engine(max_requests=1)
+    await asyncio.gather(*futures)
+    assert [dispatch.prompt for dispatch in engine.dispatches] == [tokens_to_bytes([n]) for n in (3, 2, 4, 1)]
+
+
+async def test_senders_check_the_size_limits_too(stage) -> None:
+    coordinator = stage.coordinator()
+    link = await stage.admin()
+    with pytest.raises(ControlRefusedError, match="at most") as refused:
+        await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * (9 << 20))
+    assert refused.value.code == ErrorCode.TOO_LARGE
+    assert coordinator.counters.rejected_frames == 0
