@@ -42,6 +42,9 @@ FAREWELL_SECONDS = 30.0
 """For each verb of a shutdown; an engine that does not answer is left."""
 
 
+WAITED_FOR = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
+
+
 class _MegatronLLMBase:
     """One engine of this process, used directly or through a coordinator.
 
@@ -89,6 +92,8 @@ class _MegatronLLMBase:
         self._front_end: FrontEnd | None = None
         self._loop_manager: _EventLoopManager | None = None
         self._coord_runtime: _CoordinatorRuntime | None = None
+        self._reached: dict[EngineState, int] = {}
+        """On a worker rank: how often its own verbs have led to each state."""
         if use_coordinator:
             self._start_runtime(coordinator_host, coordinator_port)
         else:
@@ -111,6 +116,8 @@ class _MegatronLLMBase:
             manager.stop()
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
+        # To join, the engine may have passed through states that no call of this program asked for.
+        self._reached = {state: self._engine.state_events.times(state) for state in WAITED_FOR}
 
     # --- what there is ------------------------------------------------------------------------------------------
 
@@ -242,7 +249,11 @@ class _MegatronLLMBase:
         if self.is_primary_rank:
             await getattr(self._client(), name)()
         else:
-            await self._engine.wait_until(reached)
+            # Counted, because the primary may have led on to another state before this rank asks.
+            events = self._engine.state_events
+            wanted = self._reached.get(reached, 0) + 1
+            await self._engine.wait_until(reached, times=wanted)
+            self._reached[reached] = min(wanted, events.times(reached))
 
     async def _shutdown_impl(self) -> None:
         """Stop every engine, then the coordinator; a worker waits for its engine to be stopped. Who does not answer in

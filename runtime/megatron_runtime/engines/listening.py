@@ -67,7 +67,9 @@ class Listening:
         return self._worker.lifecycle.events
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """See StateEvents.wait(). Raises EngineFailedError if the engine ends first."""
+        """See StateEvents.has_reached(). Raises EngineFailedError if the engine ends first."""
+        if self.events.has_reached(state, times=times):
+            return
         await self._unless_ended(self.events.wait(state, times=times))
 
     async def stop(self) -> None:

@@ -61,12 +61,14 @@ class StateEvents:
         """How often a signal has led to `state`."""
         return self._times[self._check(state)]
 
-    async def wait(self, state: EngineState, *, times: int | None = None) -> None:
-        """Return when the event of `state` is set, or when signals have led there so often, even if later ones have led
-        on: who is slow to ask must not wait for ever.
+    def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
+        """Whether the event of `state` is set, or signals have led there so often, even if later ones have led on: who is
+        slow to ask must not wait for ever.
         """
-        self._check(state)
-        while state not in self._set and (times is None or self._times[state] < times):
+        return self.is_set(state) or (times is not None and self._times[state] >= times)
+
+    async def wait(self, state: EngineState, *, times: int | None = None) -> None:
+        while not self.has_reached(state, times=times):
             await self._changed.wait()
 
     def _check(self, state: EngineState) -> EngineState:

@@ -1,0 +1,89 @@
+"""Two ranks under torch.distributed: the second learns where the coordinator is, and both work on rank 0's prompts."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+RANK = """
+    import json, os, sys, time
+    import torch
+    from transformers import LlamaForCausalLM
+    from megatron_runtime.apis import MegatronLLM, ServeConfig
+    from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.sampling_params import SamplingParams
+
+    if __name__ == "__main__":
+        torch.distributed.init_process_group("gloo")
+        model = LlamaForCausalLM.from_pretrained(sys.argv[1]).eval()
+        config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
+        llm = MegatronLLM(
+            model=model, tokenizer="builtin:smollm2-135m", inference_config=config, use_coordinator=True,
+            dtype="float32", threads=1,
+        )
+        torch.distributed.barrier()  # both engines are registered
+        told = {"rank": torch.distributed.get_rank(), "primary": llm.is_primary_rank}
+        if llm.is_primary_rank:
+            params = SamplingParams(temperature=0.0, num_tokens_to_generate=4)
+            told["answers"] = [one.generated_tokens for one in llm.generate([[n, 1] for n in range(12)], params)]
+
+            async def names():
+                return sorted(engine.name for engine in (await llm._client().status()).engines)
+
+            told["engines"] = llm.run_sync(names())
+        else:
+            try:
+                llm.generate("x")
+            except RuntimeError as error:
+                told["error"] = str(error)
+            llm.serve(ServeConfig(), blocking=False)
+        torch.distributed.barrier()
+        if not llm.is_primary_rank:
+            time.sleep(0.5)  # the primary is far ahead
+        for _ in range(2):
+            llm.pause()
+            llm.pause()  # paused already
+            llm.suspend()
+            llm.resume()
+            llm.unpause()
+        if not llm.is_primary_rank:
+            llm.wait_for_shutdown()
+            told["steps"] = llm.engine.stats().generation_tokens
+        llm.shutdown()
+        print(json.dumps(told), flush=True)
+        torch.distributed.destroy_process_group()
+"""
+
+
+def test_two_ranks_are_one_pool(tmp_path: Path, tiny_model) -> None:
+    tiny_model.save_pretrained(tmp_path / "model")
+    script = tmp_path / "rank.py"
+    script.write_text(textwrap.dedent(RANK))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(script), str(tmp_path / "model")],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **common, "RANK": str(rank)},
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0]
+    first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
+    assert (first["primary"], second["primary"]) == (True, False)
+    assert first["engines"] == ["engine-0", "engine-1"]
+    assert len(first["answers"]) == 12
+    assert "primary rank" in second["error"]
+    assert second["steps"] > 0, "all the work was done by the first rank"

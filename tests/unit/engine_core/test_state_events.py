@@ -1,0 +1,64 @@
+"""Engine states as events: which are set when, along every path of verbs."""
+
+import asyncio
+
+import pytest
+
+from megatron_runtime.engines.state_events import StateEvents
+from megatron_runtime.wire.states import EngineState as S
+
+PATH = [
+    (S.RUNNING, {S.RUNNING}),
+    (S.PAUSING, set()),
+    (S.PAUSED, {S.PAUSED}),
+    (S.SUSPENDING, {S.PAUSED}),
+    (S.SUSPENDED, {S.PAUSED, S.SUSPENDED}),
+    (S.RESUMING, {S.PAUSED}),
+    (S.PAUSED, {S.PAUSED, S.RESUMED}),
+    (S.UNPAUSING, {S.PAUSED, S.RESUMED}),
+    (S.RUNNING, {S.RUNNING, S.RESUMED}),
+    (S.PAUSING, {S.RESUMED}),
+    (S.PAUSED, {S.PAUSED, S.RESUMED}),
+    (S.SUSPENDING, {S.PAUSED}),
+    (S.SUSPENDED, {S.PAUSED, S.SUSPENDED}),
+    (S.STOPPING, {S.PAUSED}),
+    (S.STOPPED, {S.PAUSED, S.STOPPED}),
+]
+WAITABLE = [S.RUNNING, S.PAUSED, S.SUSPENDED, S.RESUMED, S.STOPPED]
+
+
+async def test_which_events_are_set_in_which_state() -> None:
+    events = StateEvents(S.PAUSED)
+    for state, expected in PATH:
+        events.enter(state)
+        assert {name for name in WAITABLE if events.is_set(name)} == expected, state
+
+
+async def test_who_waits_is_woken_once_it_is_reached() -> None:
+    events = StateEvents(S.RUNNING)
+    waiting = asyncio.create_task(events.wait(S.SUSPENDED))
+    for state in (S.PAUSING, S.PAUSED, S.SUSPENDING):
+        events.enter(state)
+        await asyncio.sleep(0)
+        assert not waiting.done()
+    events.enter(S.SUSPENDED)
+    await waiting
+
+
+async def test_who_counts_does_not_miss_what_is_over() -> None:
+    events = StateEvents(S.RUNNING)
+    for state in (S.PAUSING, S.PAUSED, S.UNPAUSING, S.RUNNING):
+        events.enter(state)
+    assert events.times(S.PAUSED) == 1
+    await events.wait(S.PAUSED, times=1)
+    second = asyncio.create_task(events.wait(S.PAUSED, times=2))
+    await asyncio.sleep(0)
+    assert not second.done()
+    events.enter(S.PAUSING)
+    events.enter(S.PAUSED)
+    await second
+
+
+async def test_a_state_that_is_only_passed_through_is_refused() -> None:
+    with pytest.raises(ValueError, match="PAUSING is passed through"):
+        await StateEvents(S.RUNNING).wait(S.PAUSING)
