@@ -30,12 +30,12 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
     [
         (
             manifest({"model": {"source": {}}}),
-            ["spec.model.source", "0 sources are set", "set exactly one of", "builtin"],
+            ["spec.model.source", "no source is set", "set exactly one of", "builtin"],
         ),
-        (manifest({"model": {"source": TWO}}), ["spec.model.source", "2 sources are set", "set exactly one of"]),
+        (manifest({"model": {"source": TWO}}), ["spec.model.source", "several sources are set", "set exactly one of"]),
         (
             manifest({"model": SOURCE, "parallelism": {"tensor": 3}, "engine": {"gpusPerPod": 2}}),
-            ["spec.parallelism", "= 3 ranks is not divisible by spec.engine.gpusPerPod = 2", "make one a multiple"],
+            ["spec.parallelism", "must be divisible by spec.engine.gpusPerPod", "make one a multiple"],
         ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),

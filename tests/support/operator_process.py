@@ -100,6 +100,13 @@ class OperatorProcess:
                 found[f"{pairs['verb']} {pairs['kind']}".replace('"', "")] = float(value)
         return found
 
+    def rss_mib(self) -> float:
+        """Its resident memory."""
+        assert self._process is not None
+        status = Path(f"/proc/{self._process.pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) / 1024
+
     async def passes(self) -> int:
         """Passes over resources so far."""
         page = await self._get("/metrics")

@@ -117,7 +117,7 @@ class ImageSource(ApiModel):
 
 
 _SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
-_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "].filter(set, set)"
+_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
 
 
 class ModelSource(ApiModel):
@@ -125,11 +125,13 @@ class ModelSource(ApiModel):
         json_schema_extra={
             "x-kubernetes-validations": [
                 cel(
-                    f"{_SET_SOURCES}.size() == 1",
-                    f"spec.model.source: set exactly one of {', '.join(_SOURCES)}",
-                    expression=f"'spec.model.source: ' + string({_SET_SOURCES}.size()) + ' sources are set; "
-                    f"set exactly one of {', '.join(_SOURCES)}'",
-                )
+                    f"{_SET_SOURCES}.exists(set, set)",
+                    f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
+                ),
+                cel(
+                    f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+                    f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
+                ),
             ]
         }
     )
@@ -334,13 +336,11 @@ class MegatronInferenceSpec(ApiModel):
     model_config = ConfigDict(
         json_schema_extra={
             "x-kubernetes-validations": [
+                # The values themselves cannot stand in the message: the estimated cost of string() exceeds the budget.
                 cel(
                     f"{_RANKS} % {_POD_DIVISOR} == 0",
                     "spec.parallelism: tensor x pipeline x expert must be divisible by spec.engine.gpusPerPod, or by "
-                    "spec.engine.ranksPerPod when gpusPerPod is 0",
-                    expression=f"'spec.parallelism: tensor x pipeline x expert = ' + string({_RANKS}) + ' ranks is not "
-                    "divisible by spec.engine.' + (self.engine.gpusPerPod > 0 ? 'gpusPerPod' : 'ranksPerPod') + ' = ' "
-                    f"+ string({_POD_DIVISOR}) + '; make one a multiple of the other'",
+                    "spec.engine.ranksPerPod when gpusPerPod is 0; make one a multiple of the other",
                 ),
                 cel(
                     "!has(self.weights) || !has(self.model.source.huggingFace) || "

@@ -1,0 +1,129 @@
+"""Many resources at once: pods that are ready as soon as they exist, and a coordinator for each, in this process.
+
+Coordinators listen on sockets in a folder, one a resource, say what a settled one says, and obey the verbs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from pathlib import Path
+
+import zmq
+
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.kinds import POD
+from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import (
+    Control,
+    ControlAck,
+    ControlMessage,
+    EngineStatus,
+    Hello,
+    HelloAck,
+    Operation,
+    Status,
+    StatusReply,
+    decode,
+)
+from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+
+LOOK_SECONDS = 0.5
+AT_ONCE = 16
+
+
+class FleetCoordinator:
+    """One resource's coordinator; its engines all serve."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, *, name: str, engines: int) -> None:
+        self.state = CoordinatorState.RUNNING
+        self._engine_state = EngineState.RUNNING
+        self._names = [f"{name}-engine-{index}" for index in range(engines)]
+        self._operations: dict[str, Operation] = {}
+        socket = context.socket(zmq.ROUTER)
+        socket.bind(address)
+        self._socket = EventSocket(socket, self._receive)
+        self._socket.start()
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def _receive(self, frames: list[bytes]) -> None:
+        message = decode(frames[1:])
+        answer: ControlMessage | None = None
+        if isinstance(message, Hello):
+            answer = HelloAck(incarnation=1, state=self.state)
+        elif isinstance(message, Status):
+            answer = self._status()
+        elif isinstance(message, Control):
+            answer = self._obey(message)
+        if answer is not None:
+            self._socket.send([frames[0], *answer.to_frames()])
+
+    def _status(self) -> StatusReply:
+        engines = [EngineStatus(name=name, state=self._engine_state, serving=True) for name in self._names]
+        return StatusReply(incarnation=1, state=self.state, engines=engines, operations=list(self._operations.values()))
+
+    def _obey(self, control: Control) -> ControlAck:
+        header, count = Header(control.kind), len(self._names)
+        transition = TRANSITIONS[header]
+        self.state, self._engine_state = transition.coordinator_after, transition.lands_in
+        operation_id = control.operation_id or ""
+        self._operations[operation_id] = Operation(
+            operation_id=operation_id, signal=header, phase="Confirmed", ranks=count, total_ranks=count
+        )
+        return ControlAck(operation_id=operation_id, ok=True, state=self.state, ranks=count, total_ranks=count)
+
+
+class PlayedFleet:
+    """All pods of a namespace become ready; `coordinator(name)` starts one."""
+
+    def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
+        self._api, self._namespace, self._folder = api, namespace, folder
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context.set(zmq.MAX_SOCKETS, 4096)
+        self._coordinators: list[FleetCoordinator] = []
+        self._ready: set[str] = set()
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def address_template(self) -> str:
+        """For --coordinator-address."""
+        return f"ipc://{self._folder}/{{name}}.sock"
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._play())
+
+    async def stop(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        for coordinator in self._coordinators:
+            coordinator.close()
+        self._context.term()
+
+    def coordinator(self, name: str, *, engines: int) -> FleetCoordinator:
+        address = self.address_template.format(name=name)
+        made = FleetCoordinator(self._context, address, name=name, engines=engines)
+        self._coordinators.append(made)
+        return made
+
+    async def _play(self) -> None:
+        while True:
+            with contextlib.suppress(ApiError):
+                pods = await self._api.list(POD, self._namespace)
+                waiting = [pod["metadata"]["name"] for pod in pods if pod["metadata"]["uid"] not in self._ready]
+                for start in range(0, len(waiting), AT_ONCE):
+                    await asyncio.gather(*(self._report(name) for name in waiting[start : start + AT_ONCE]))
+                self._ready.update(pod["metadata"]["uid"] for pod in pods)
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _report(self, name: str) -> None:
+        status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
+        await self._api.request(
+            "PATCH",
+            POD.path(self._namespace, name, subresource="status"),
+            body={"status": status},
+            content_type="application/merge-patch+json",
+        )
