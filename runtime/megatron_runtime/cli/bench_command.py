@@ -10,5 +10,7 @@ command = LazyGroup(
     package="megatron_runtime.cli.bench",
     commands_by_name={
         "coordinator": "What a request costs in the coordinator.",
+        "engine": "How fast one engine reads prompts and generates.",
+        "serve": "How a running server answers many clients.",
     },
 )

@@ -1,11 +1,16 @@
 """The benchmarks run and say what they measured; how much it was is nobody's test."""
 
+import asyncio
 import json
 import math
+import sys
 from pathlib import Path
 
+import httpx
 import pytest
 from click.testing import CliRunner
+from eventually import eventually
+from fleet import free_ports
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.bench.report import percentile
@@ -39,7 +44,8 @@ def figures_of(path: Path, benchmark: str) -> dict[str, float]:
 
 
 def test_the_help_names_every_benchmark() -> None:
-    assert "coordinator" in bench("--help")
+    output = bench("--help")
+    assert all(name in output for name in ("coordinator", "engine", "serve"))
 
 
 def test_coordinator(tmp_path: Path) -> None:
@@ -63,3 +69,62 @@ def test_more_clients_than_requests_end_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 51), (99, 100), (100, 100)])
 def test_percentile(percent: float, value: float) -> None:
     assert percentile(range(100, 0, -1), percent) == value
+
+
+def test_engine(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    path = tmp_path / "figures.json"
+    options = ("--dtype", "float32", "--batch", "1,3", "--prompt-tokens", "8", "--new-tokens", "5", "--threads", "1")
+    bench("engine", "--model", str(tmp_path / "model"), *options, "--kv-cache-memory", "4Mi", "--json", str(path))
+    figures = figures_of(path, "engine")
+    each = {"prefill_tokens_per_s", "first_token_ms", "decode_tokens_per_s", "weights_gb_per_s", "percent_of_bound"}
+    runs = {f"b{batch}_{name}" for batch in (1, 3) for name in each}
+    assert set(figures) == {"load_seconds", "bandwidth_gb_per_s", "peak_memory_mib", *runs}
+    assert figures["b3_decode_tokens_per_s"] > 0
+
+
+@pytest.mark.parametrize("batch", ["0", "1,,2", "many"])
+def test_a_batch_that_is_no_list_of_numbers_is_refused(batch: str) -> None:
+    result = CliRunner().invoke(main, ["bench", "engine", "--batch", batch])
+    assert result.exit_code == 2
+    assert "such as 1,8,32" in result.output
+
+
+async def test_serve(tmp_path: Path) -> None:
+    (port,) = free_ports(1)
+    url = f"http://127.0.0.1:{port}"
+    server = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "megatron_runtime.cli", "serve", "--executor", "echo", "--port", str(port))
+    )
+    try:
+
+        async def ready() -> bool:
+            async with httpx.AsyncClient() as http:
+                try:
+                    return (await http.get(f"{url}/v1/models")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+        await eventually(ready, seconds=120, what="the server answers")
+        path = tmp_path / "figures.json"
+        sizes = ("--concurrency", "1,3", "--requests", "4", "--new-tokens", "6")
+        await asyncio.to_thread(bench, "serve", "--url", url, *sizes, "--json", str(path))
+    finally:
+        server.terminate()
+        await server.wait()
+    figures = figures_of(path, "serve")
+    names = {"tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"}
+    assert set(figures) == {f"c{clients}_{name}" for clients in (1, 3) for name in names}
+
+
+def test_serve_says_where_nobody_answers() -> None:
+    (port,) = free_ports(1)
+    result = CliRunner().invoke(main, ["bench", "serve", "--url", f"http://127.0.0.1:{port}"])
+    assert result.exit_code == 1
+    assert "no server answers" in result.output

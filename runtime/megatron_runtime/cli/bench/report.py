@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import click
 from rich.console import Console
 from rich.table import Table
 
@@ -26,6 +27,20 @@ class Figure:
     value: float
     unit: str
     goal: str = ""
+
+
+class Counts(click.ParamType["tuple[int, ...]"]):
+    """Numbers from 1 up: `1,8,32`."""
+
+    name = "n,n,…"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        if isinstance(value, tuple):
+            return value
+        parts = str(value).split(",")
+        if not all(part.isdecimal() and int(part) for part in parts):
+            self.fail(f"{value!r}: want numbers from 1 up with commas between, such as 1,8,32.", param, ctx)
+        return tuple(map(int, parts))
 
 
 def percentile(values: Sequence[float], percent: float) -> float:

@@ -1,0 +1,108 @@
+"""The load of `megatron bench serve`: clients that each wait for their answer before they ask again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import httpx
+
+from megatron_runtime.cli.bench.report import Figure, percentile
+
+WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copper", "window", "silver", "forest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadOptions:
+    """concurrency: clients at once, each number a run of `requests` requests (at least two for each client)."""
+
+    url: str
+    model: str
+    api_key: str | None
+    concurrency: tuple[int, ...]
+    requests: int
+    prompt_words: int
+    new_tokens: int
+
+
+@dataclass(slots=True)
+class _Answers:
+    """What came back: seconds to each first token, seconds between later chunks, tokens by the server's own count."""
+
+    first: list[float] = field(default_factory=list)
+    between: list[float] = field(default_factory=list)
+    tokens: int = 0
+
+
+async def run(options: LoadOptions) -> list[Figure]:
+    figures: list[Figure] = []
+    for clients in options.concurrency:
+        figures += await _run_one(options, clients)
+    return figures
+
+
+async def _run_one(options: LoadOptions, clients: int) -> list[Figure]:
+    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
+    limits = httpx.Limits(max_connections=clients)
+    rng = random.Random(clients)
+    answers = _Answers()
+    prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(max(options.requests, 2 * clients))]
+    async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
+        await _ask(http, options, prompts[0], _Answers())  # what is made at first use
+
+        async def client() -> None:
+            while prompts:
+                await _ask(http, options, prompts.pop(), answers)
+
+        begun = time.perf_counter()
+        await asyncio.gather(*(client() for _ in range(clients)))
+        seconds = time.perf_counter() - begun
+    return list(_figures(answers, clients, seconds))
+
+
+def _figures(answers: _Answers, clients: int, seconds: float) -> Iterator[Figure]:
+    who = f"{clients} clients"
+    yield Figure(f"c{clients}_tokens_per_s", f"{who}: generated", answers.tokens / seconds, "tokens/s")
+    for percent in (50, 99):
+        first = percentile(answers.first, percent) * 1000
+        yield Figure(f"c{clients}_ttft_p{percent}_ms", f"{who}: TTFT, p{percent}", first, "ms")
+        if answers.between:
+            between = percentile(answers.between, percent) * 1000
+            yield Figure(f"c{clients}_itl_p{percent}_ms", f"{who}: ITL, p{percent}", between, "ms")
+
+
+async def _ask(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answers: _Answers) -> None:
+    """One streamed completion of exactly `new_tokens` tokens."""
+    body: dict[str, Any] = {
+        "model": options.model,
+        "prompt": prompt,
+        "max_tokens": options.new_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
+    last = time.perf_counter()
+    waiting = True
+    async with http.stream("POST", f"{options.url}/v1/completions", json=body) as reply:
+        if reply.status_code != 200:
+            await reply.aread()
+            raise click.ClickException(f"{options.url} answered {reply.status_code}: {reply.text[:200]}")
+        async for line in reply.aiter_lines():
+            if not line.startswith("data: ") or line == "data: [DONE]":
+                continue
+            event = json.loads(line.removeprefix("data: "))
+            if "error" in event:
+                raise click.ClickException(f"{options.url}: {event['error']['message']}")
+            if event.get("usage"):
+                answers.tokens += event["usage"]["completion_tokens"]
+            if event["choices"]:
+                now = time.perf_counter()
+                (answers.first if waiting else answers.between).append(now - last)
+                last, waiting = now, False
