@@ -14,6 +14,9 @@ import triton.language as tl
 from megatron_kernels.attention_tile_triton import LOG2_E, WIDEN_PRODUCTS, check_attention, softmax_step
 from megatron_kernels.tuning import MIN_DOT_ROWS, DecodeTuning, decode_tuning, next_power_of_2
 
+REDUCE_BLOCK = 16
+"""Parts that one step of the reduction weighs."""
+
 
 @triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
 def _decode_part(
@@ -104,19 +107,29 @@ def _decode_part(
 
 
 @triton.jit(do_not_specialize=["num_splits"])
-def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, PADDED: tl.constexpr):
-    """Weigh the parts of one head by their sums of weights, in the order of their tokens."""
+def _reduce_parts(parts, logs, out, num_splits, HEAD_DIM: tl.constexpr, DIMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Weigh the parts of one head by their sums of weights, block by block in the order of their tokens: empty parts
+    behind the last add zero and change no bit."""
     head = tl.program_id(0).to(tl.int64)
-    splits, dims = tl.arange(0, PADDED), tl.arange(0, DIMS)
-    logarithms = tl.load(logs + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
-    present = logarithms > float("-inf")
-    largest = tl.max(logarithms, axis=0)
-    weights = tl.where(present, tl.exp2(logarithms - tl.where(largest > float("-inf"), largest, 0.0)), 0.0)
-    inside = present[:, None] & (dims < HEAD_DIM)[None, :]
-    values_at = parts + (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
-    values = tl.load(values_at, mask=inside, other=0.0)
-    total = tl.sum(weights, axis=0)
-    result = tl.sum(weights[:, None] * values, axis=0) / tl.where(total > 0, total, 1.0)
+    dims = tl.arange(0, DIMS)
+    largest = tl.full((), float("-inf"), tl.float32)
+    for first in range(0, num_splits, BLOCK):
+        splits = first + tl.arange(0, BLOCK)
+        logarithms = tl.load(logs + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+        largest = tl.maximum(largest, tl.max(logarithms, axis=0))
+    largest = tl.where(largest > float("-inf"), largest, 0.0)
+    total = tl.full((), 0.0, tl.float32)
+    sums = tl.zeros((DIMS,), tl.float32)
+    for first in range(0, num_splits, BLOCK):
+        splits = first + tl.arange(0, BLOCK)
+        logarithms = tl.load(logs + head * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
+        weights = tl.exp2(logarithms - largest)
+        # An empty part has no result.
+        inside = (logarithms > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
+        values_at = parts + (head * num_splits + splits)[:, None] * HEAD_DIM + dims[None, :]
+        total += tl.sum(weights, axis=0)
+        sums += tl.sum(weights[:, None] * tl.load(values_at, mask=inside, other=0.0), axis=0)
+    result = sums / tl.where(total > 0.0, total, 1.0)
     tl.store(out + head * HEAD_DIM + dims, result.to(out.dtype.element_ty), dims < HEAD_DIM)
 
 
@@ -187,7 +200,7 @@ def paged_decode(
             splits,
             HEAD_DIM=head_dim,
             DIMS=dims,
-            PADDED=next_power_of_2(splits),
+            BLOCK=REDUCE_BLOCK,
             num_warps=4,
         )
     return out_BHC

@@ -48,7 +48,7 @@ def strided_queries(tokens, heads, head_dim, *, dtype, generator):
     lengths=st.lists(st.sampled_from([0, *LENGTHS]), min_size=1, max_size=2),
     shape=st.sampled_from(SHAPES),
     kv_heads=st.sampled_from([1, 2]),
-    splits=st.sampled_from([1, 3]),
+    splits=st.sampled_from([1, 3, 18]),
 )
 @few
 def test_decode(lengths, shape, kv_heads, splits, dtype, tolerance, generator):
@@ -67,11 +67,13 @@ def test_decode_with_fixed_splits_is_the_same_in_any_batch(generator):
     together = paged_decode_triton.paged_decode(
         q, cache.pages, cache.table, cache.lengths, num_kv_heads=1, fixed_split_tokens=64
     )
-    # A shorter table means fewer splits in the launch.
-    alone = paged_decode_triton.paged_decode(
-        q[2:], cache.pages, cache.table[2:, :3], cache.lengths[2:], num_kv_heads=1, fixed_split_tokens=64
-    )
-    assert torch.equal(together[2:], alone)
+    # The length of the table sets how many parts a launch has: 1, 2 and 17 of them.
+    for pages in (3, 5, 65):
+        table = torch.nn.functional.pad(cache.table[2:], (0, 64))[:, :pages]
+        alone = paged_decode_triton.paged_decode(
+            q[2:], cache.pages, table, cache.lengths[2:], num_kv_heads=1, fixed_split_tokens=64
+        )
+        assert torch.equal(together[2:], alone)
 
 
 @given(
