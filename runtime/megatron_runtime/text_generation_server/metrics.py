@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
 
 _SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160, 640)
 _TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
@@ -19,52 +21,44 @@ _TIMES_OF_REPLY = {
 """Times that an engine may tell in its final reply, and the histograms that they enter."""
 
 
-class _Twins:
-    """One metric, under each of its names."""
+class _VllmNames(Collector):
+    """The metrics of a registry under vLLM's names, made when they are asked for: measuring costs nothing more."""
 
-    def __init__(self, metrics: list[Any]) -> None:
-        self._metrics = metrics
+    def __init__(self, own: CollectorRegistry) -> None:
+        self._own = own
 
-    def add(self, value: float) -> None:
-        """Add to a counter or a gauge."""
-        for metric in self._metrics:
-            metric.inc(value)
+    def collect(self) -> Iterator[Metric]:
+        for metric in self._own.collect():
+            renamed = Metric(_vllm_name(metric.name), metric.documentation, metric.type, metric.unit)
+            renamed.samples = [sample._replace(name=_vllm_name(sample.name)) for sample in metric.samples]
+            yield renamed
 
-    def observe(self, value: float) -> None:
-        for metric in self._metrics:
-            metric.observe(value)
+
+def _vllm_name(name: str) -> str:
+    return "vllm:" + name.removeprefix("megatron_")
 
 
 class _Families:
-    """Creates each metric once per name, labelled with the model."""
+    """Makes metrics `megatron_NAME`, labelled with the model."""
 
-    def __init__(self, registry: CollectorRegistry, *, model: str, vllm: bool) -> None:
+    def __init__(self, registry: CollectorRegistry, *, model: str) -> None:
         self._registry = registry
         self._model = model
-        self._prefixes = ("megatron_", "vllm:") if vllm else ("megatron_",)
 
-    def gauge(self, name: str, text: str) -> _Twins:
-        return self._twins(Gauge, name, text)
+    def gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(f"megatron_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
 
-    def counter(self, name: str, text: str) -> _Twins:
-        return self._twins(Counter, name, text)
+    def counter(self, name: str, text: str) -> Counter:
+        return Counter(f"megatron_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
 
-    def histogram(self, name: str, text: str, *, buckets: tuple[float, ...] = _SECONDS) -> _Twins:
-        return self._twins(Histogram, name, text, buckets=buckets)
+    def histogram(self, name: str, text: str, *, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        metric = Histogram(f"megatron_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
+        return metric.labels(self._model)
 
-    def by_reason(self, name: str, text: str) -> dict[str, _Twins]:
+    def by_reason(self, name: str, text: str) -> dict[str, Counter]:
         """A counter for each reason why an answer ends."""
-        labels = ["model_name", "finished_reason"]
-        metrics = [Counter(prefix + name, text, labels, registry=self._registry) for prefix in self._prefixes]
-        return {
-            reason: _Twins([metric.labels(self._model, reason) for metric in metrics]) for reason in ("stop", "length")
-        }
-
-    def _twins(self, kind: type[Any], name: str, text: str, **options: Any) -> _Twins:
-        metrics = [
-            kind(prefix + name, text, ["model_name"], registry=self._registry, **options) for prefix in self._prefixes
-        ]
-        return _Twins([metric.labels(self._model) for metric in metrics])
+        metric = Counter(f"megatron_{name}", text, ["model_name", "finished_reason"], registry=self._registry)
+        return {reason: metric.labels(self._model, reason) for reason in ("stop", "length")}
 
 
 class ServerMetrics:
@@ -75,7 +69,11 @@ class ServerMetrics:
         self.open_requests = 0
         """Choices that are not answered yet."""
         ProcessCollector(registry=self.registry)
-        families = _Families(self.registry, model=model, vllm=vllm)
+        shared = CollectorRegistry()
+        self.registry.register(shared)
+        if vllm:
+            self.registry.register(_VllmNames(shared))
+        families = _Families(shared, model=model)
         self.running = families.gauge("num_requests_running", "Choices under way; streams from their first token on.")
         self.waiting = families.gauge("num_requests_waiting", "Streams without a first token.")
         self.prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of answered requests.")
@@ -120,15 +118,15 @@ class RequestObserver:
         self._started = time.perf_counter()
         self._last: float | None = None
         self._gauge = metrics.waiting if streams else metrics.running
-        self._gauge.add(1)
+        self._gauge.inc()
         self._is_finished = False
 
     def tokens(self, count: int, *, at: float) -> None:
         """Note `count` tokens that came together at time `at` (of perf_counter)."""
         if self._last is None:
-            self._gauge.add(-1)
+            self._gauge.dec()
             self._gauge = self._metrics.running
-            self._gauge.add(1)
+            self._gauge.inc()
             self._metrics.ttft.observe(at - self._started)
         else:
             for _ in range(count):
@@ -139,14 +137,14 @@ class RequestObserver:
         """Note the final reply."""
         self._is_finished = True
         metrics, tokens = self._metrics, len(reply["generated_tokens"])
-        metrics.finished[reason].add(1)
+        metrics.finished[reason].inc(1)
         metrics.e2e.observe(time.perf_counter() - self._started)
         metrics.prompt_size.observe(self._prompt_tokens)
         metrics.answer_size.observe(tokens)
-        metrics.prompt_tokens.add(self._prompt_tokens)
-        metrics.generation_tokens.add(tokens)
-        metrics.cache_queries.add(self._prompt_tokens)
-        metrics.cache_hits.add(reply.get("num_cached_tokens") or 0)
+        metrics.prompt_tokens.inc(self._prompt_tokens)
+        metrics.generation_tokens.inc(tokens)
+        metrics.cache_queries.inc(self._prompt_tokens)
+        metrics.cache_hits.inc(reply.get("num_cached_tokens") or 0)
         told = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
         for key, seconds in told.items():
             metrics.times[key].observe(seconds)
@@ -154,6 +152,6 @@ class RequestObserver:
             metrics.inference.observe(told["prefill_seconds"] + told["decode_seconds"])
 
     def ended(self) -> None:
-        self._gauge.add(-1)
+        self._gauge.dec()
         if not self._is_finished:
             self._metrics.aborted.inc()
