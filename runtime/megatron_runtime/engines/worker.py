@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +225,8 @@ class EngineWorker:
 
     async def _obey(self, message: Control | ControlCommit | HelloAck) -> None:
         if isinstance(message, Control):
-            ack = await self._lifecycle.handle(message)
+            with self._reading_weights(message.kind in (Header.RESUME, Header.UPDATE_WEIGHTS)):
+                ack = await self._lifecycle.handle(message)
             self._link.send(ack.to_frames())
         elif isinstance(message, ControlCommit):
             await self._commit(message)
@@ -244,7 +246,8 @@ class EngineWorker:
         if self._leaving or ack.state is CoordinatorState.RECOVERING:
             return
         self._lifecycle.fence = max(self._lifecycle.fence, ack.fence)
-        await self._lifecycle.adopt(ack.source, ack.epoch)
+        with self._reading_weights(ack.source is not None):
+            await self._lifecycle.adopt(ack.source, ack.epoch)
         if self._serving:
             await self._lifecycle.converge(ack.state)
             self._link.beat()
@@ -259,20 +262,28 @@ class EngineWorker:
         self._link.say_hello()
 
     async def _load(self) -> None:
-        self._busy_for = LOAD_SILENCE_SECONDS
-        try:
+        with self._reading_weights(True):
             await self._thread.call(lambda engine: engine.executor.load())
+
+    @contextlib.contextmanager
+    def _reading_weights(self, is_reading: bool) -> Iterator[None]:
+        """Heartbeats announce that there may be none for a while."""
+        if is_reading:
+            self._busy_for = LOAD_SILENCE_SECONDS
+            self._link.beat()
+        try:
+            yield
         finally:
             self._busy_for = 0.0
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         try:
             params = SamplingParams.deserialize(unpack(dispatch.params))
-        except (InvalidSamplingParamsError, MalformedMessageError, TypeError, AttributeError) as error:
+            generated = tokens_from_bytes(dispatch.generated)
+            self._outputs.add(dispatch, params, generated.tolist())
+        except (ValueError, TypeError, AttributeError) as error:
             self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
             return
-        generated = tokens_from_bytes(dispatch.generated)
-        self._outputs.add(dispatch, params, generated.tolist())
         if dispatch.dispatch_id not in self._outputs.open:
             return
         if params.structured_output is None:
