@@ -18,7 +18,8 @@ async def main() -> None:
     arguments = parser.parse_args()
 
     async with MegatronAsyncLLM.from_pretrained(arguments.model) as llm:
-        await llm.serve(ServeConfig(host="127.0.0.1", port=arguments.port), blocking=False)
+        config = ServeConfig(host="127.0.0.1", port=arguments.port, frontend_replicas=1)
+        await llm.serve(config, blocking=False)
         print(f"serving at {llm.url}/v1", flush=True)
 
         stop = asyncio.Event()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 
+from megatron_runtime.apis._replicas import Replicas
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.text_generation_server.app import create_app
@@ -19,6 +20,7 @@ DRAIN_SECONDS = 5.0
 class FrontEnd:
     """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
 
+    tokenizer_reference: the model reference whose tokenizer this is; None where only this program has it.
     max_sequence_length: prompt + answer of one request, in tokens.
     """
 
@@ -28,14 +30,15 @@ class FrontEnd:
         *,
         coordinator: str,
         tokenizer: Tokenizer,
+        tokenizer_reference: str | None,
         model_name: str,
         max_sequence_length: int,
     ) -> None:
         self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)
         settings = ServerSettings(
             coordinator=coordinator,
-            model=model_name,
-            model_name=config.model_name,
+            model=tokenizer_reference or model_name,
+            model_name=model_name,
             host=config.host,
             port=self.port,
             tool_call_parser=config.parsers[0] if config.parsers else "auto",
@@ -46,6 +49,8 @@ class FrontEnd:
         self._app = create_app(settings, backend=self._client, tokenizer=tokenizer)
         self._http = http_server(self._app, access_log=config.verbose)
         self._serving: asyncio.Task[None] | None = None
+        others = config.frontend_replicas - 1 if tokenizer_reference is not None else 0
+        self._replicas = Replicas(settings, listener=self._listener, count=others)
 
     @property
     def port(self) -> int:
@@ -67,6 +72,7 @@ class FrontEnd:
             self._listener.close()
             raise
         self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        self._replicas.start()
 
     async def stop(self) -> None:
         """Let open requests end for a moment, then close. Idempotent."""
@@ -74,7 +80,7 @@ class FrontEnd:
         if serving is None:
             return
         try:
-            await drain(self._app.state.service, self._http)
+            await asyncio.gather(self._replicas.stop(), drain(self._app.state.service, self._http))
             await serving
         finally:
             self._client.stop()

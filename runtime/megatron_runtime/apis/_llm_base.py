@@ -10,6 +10,7 @@ import concurrent.futures
 import logging
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from megatron_runtime.apis import _ranks
@@ -30,6 +31,7 @@ from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+from megatron_runtime.text_generation_server.settings import default_model_name
 from megatron_runtime.wire.states import EngineState
 
 __all__ = ["_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
@@ -86,7 +88,7 @@ class _MegatronLLMBase:
             self._engine = engine_of_reference(model, config, dtype=dtype, threads=threads)
         else:
             self._engine = engine_of_model(model, tokenizer, config, dtype=dtype, threads=threads)
-        self._model_name = model if isinstance(model, str) else None
+        self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
         self._front_end: FrontEnd | None = None
@@ -304,7 +306,8 @@ class _MegatronLLMBase:
             config,
             coordinator=self._coord_runtime.coord_addr,
             tokenizer=self._engine.controller.tokenizer,
-            model_name=config.model_name or self._model_name or "model",
+            tokenizer_reference=self._reference,
+            model_name=config.model_name or default_model_name(self._reference or "model"),
             max_sequence_length=self._engine.context.max_sequence_length,
         )
         try:

@@ -131,7 +131,7 @@ class EngineInProgram:
         return self._require_listening().events
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time). For the
+        """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time), on the
         loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
         await self._require_listening().wait_until(state, times=times)

@@ -62,8 +62,8 @@ class StateEvents:
         return self._times[self._check(state)]
 
     def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
-        """Whether the event of `state` is set, or signals have led there so often, even if later ones have led on: who is
-        slow to ask must not wait for ever.
+        """Whether the event of `state` is set, or signals have led there so often, even if later ones have led on: who
+        is slow to ask must not wait for ever.
         """
         return self.is_set(state) or (times is not None and self._times[state] >= times)
 

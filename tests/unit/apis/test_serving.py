@@ -4,9 +4,11 @@ import asyncio
 import json
 import socket
 import threading
+import time
 import urllib.error
 import urllib.request
 
+import psutil
 import pytest
 
 from megatron_runtime.apis import ServeConfig
@@ -64,9 +66,40 @@ async def test_a_taken_address_is_an_error_and_the_engine_lives(make_async, gree
         assert "data" in await asyncio.to_thread(ask, f"{llm.url}/v1/models")
 
 
+def test_replicas_share_the_socket_and_end_with_it(make) -> None:
+    """Each connection is one of a server's: told apart by the processes that hold one."""
+    llm = make(use_coordinator=True, tokenizer="builtin:smollm2-135m")
+    before = {child.pid for child in psutil.Process().children()}
+    config = ServeConfig(host="127.0.0.1", port=0, model_name="tiny", frontend_replicas=2)
+    llm.serve(config, blocking=False)
+    [replica] = [child for child in psutil.Process().children() if child.pid not in before]
+    port = int(llm.url.rpartition(":")[2])
+    held: list[socket.socket] = []
+    try:
+        with_replica = [False]
+        deadline = time.monotonic() + 60
+        while not any(with_replica) and time.monotonic() < deadline:
+            held.append(socket.create_connection(("127.0.0.1", port)))
+            assert ask(f"{llm.url}/v1/completions", BODY)["choices"][0]["finish_reason"] == "length"
+            with_replica = [
+                connection.laddr.port == port and connection.status == psutil.CONN_ESTABLISHED
+                for connection in replica.net_connections()
+            ]
+            time.sleep(0.1)  # it takes a moment to start
+        assert any(with_replica), "the replica took no connection"
+    finally:
+        for connection in held:
+            connection.close()
+    llm.shutdown()
+    assert not replica.is_running()
+
+
 def test_the_documented_defaults_and_what_is_refused() -> None:
     config = ServeConfig()
     assert (config.host, config.port, config.parsers, config.verbose, config.sock) == ("0.0.0.0", 5000, [], False, None)
+    assert config.frontend_replicas == 4
+    with pytest.raises(ValueError, match="frontend_replicas=0"):
+        ServeConfig(frontend_replicas=0)
     with pytest.raises(ValueError, match="port=70000"):
         ServeConfig(port=70000)
     with pytest.raises(ValueError, match="at most one"):
