@@ -83,6 +83,7 @@ def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEng
     faults = parse_faults(settings.echo_faults)
     return LoadedEngine(
         DynamicInferenceEngine(_echo(settings, faults), config),
+        TextGenerationController(None, partial(_load_tokenizer, settings.model)),
         ranks=SimulatedRanks(settings.echo_ranks, faults),
         link=partial(FaultyLink, faults=faults) if faults.concern_the_link else PeerLink,
     )

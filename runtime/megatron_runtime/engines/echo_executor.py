@@ -44,6 +44,12 @@ def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
     return LogProbs(zeros, tokens[:, None], zeros[:, None])
 
 
+def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
+    """The next token at or after `token`, around the end, that a structured answer may have there."""
+    ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    return int(ids[np.searchsorted(ids, token) % len(ids)])
+
+
 class EchoExecutor:
     """Implements Executor.
 
@@ -123,6 +129,9 @@ class EchoExecutor:
             pages = plan.block_tables[row, : -(-length // self.page_size)]
             slots = (pages[:, None] * self.page_size + offsets).ravel()[:length]
             tokens[row] = echo_token(self._cache[slots], self.vocab_size, self._weights)
+            edits = plan.sampling.edits.get(int(row))
+            if edits is not None and edits.allowed is not None:
+                tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)
         sampling = plan.sampling
         wanted = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
         return StepResult(

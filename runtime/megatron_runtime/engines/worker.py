@@ -28,7 +28,7 @@ from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
 from megatron_runtime.peer_link import coordinator_address
-from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
     Abort,
@@ -40,7 +40,6 @@ from megatron_runtime.wire.messages import (
     Heartbeat,
     Hello,
     HelloAck,
-    MalformedMessageError,
     Message,
     Plain,
     tokens_from_bytes,

@@ -11,8 +11,10 @@ import numpy as np
 import pytest
 
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.build import build_engine
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
@@ -120,6 +122,19 @@ def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: T
     )
     ((tokens, reason),) = answers_of(smollm, [params])
     assert (smollm.controller.detokenize(tokens), reason) == ("yes", "stop")
+
+
+def test_an_echo_engine_keeps_to_the_structure_too() -> None:
+    loaded = build_engine(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", executor="echo"))
+    params = SamplingParams(structured_output={"type": "json_schema", "value": PERSON})
+    prompt = np.array([1, 2, 3], np.int32)
+    loaded.engine.executor.load()
+    loaded.engine.add_request(
+        EngineRequest(1, prompt, np.empty(0, np.int32), params, grammar=loaded.begin_grammar(params, []))
+    )
+    tokens = [token for _ in range(500) for output in loaded.engine.step() for token in output.new_tokens]
+    assert loaded.controller is not None
+    assert is_person(loaded.controller.detokenize(tokens))
 
 
 @pytest.mark.parametrize(
