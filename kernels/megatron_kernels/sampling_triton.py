@@ -4,6 +4,9 @@ The last token that a filter keeps is found by bisection over the bits of weight
 ordered as their bits are, so a search has at most 30 halvings; each shrinks its range to weights that occur, so that
 it ends when one is left. Where only some of several equal weights are kept, their number is known, and the lowest ids
 are taken. Sums are float64 and added in a fixed order, so that a row's token depends on the row alone.
+
+A search reads its weights again and again. Before the first, the likeliest are copied to a buffer; where they are few
+and enough to decide, only they are read.
 """
 
 from __future__ import annotations
@@ -14,37 +17,92 @@ import triton.language as tl
 
 from megatron_kernels.tuning import vocabulary_tile
 
+CANDIDATES = 4096
+"""Weights that the buffer of a row holds."""
+
 _BITS_OF_ONE = tl.constexpr(0x3F800000)
+_CANDIDATE_BITS = tl.constexpr(0x38800000)
+"""Bits of 2^-14: a token that is this much less likely than the likeliest is rarely kept by top-k or top-p."""
 _STEP = tl.constexpr(2.0**-52)
 
 
 @triton.jit
-def _weights(row, columns, vocabulary, largest, temperature):
+def _bits(row, columns, vocabulary, largest, temperature):
+    """Bits of the weights of `columns`; 0 outside."""
     logits = tl.load(row + columns, mask=columns < vocabulary, other=float("-inf")).to(tl.float32)
-    return tl.exp(tl.div_rn(logits - largest, temperature))
+    return tl.exp(tl.div_rn(logits - largest, temperature)).to(tl.int32, bitcast=True)
 
 
 @triton.jit
-def _measure(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
+def _total(bits, reaches):
+    return tl.sum(tl.where(reaches, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64), axis=0)
+
+
+@triton.jit
+def _sum_from(row, vocabulary, largest, temperature, threshold, BLOCK: tl.constexpr):
+    """Sum of the weights whose bits are at least `threshold`."""
+    mass = tl.full((), 0.0, tl.float64)
+    for first in range(0, vocabulary, BLOCK):
+        bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
+        mass += _total(bits, bits >= threshold)
+    return mass
+
+
+@triton.jit
+def _gather(row, buffer, vocabulary, largest, temperature, BLOCK: tl.constexpr, CAPACITY: tl.constexpr):
+    """Copy the bits of the likeliest tokens to the buffer, as far as there is room; return their number and sum."""
+    count = tl.full((), 0, tl.int32)
+    mass = tl.full((), 0.0, tl.float64)
+    for first in range(0, vocabulary, BLOCK):
+        bits = _bits(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
+        is_likely = bits >= _CANDIDATE_BITS
+        found = tl.sum(is_likely.to(tl.int32), axis=0)
+        if found > 0:
+            places = count + tl.cumsum(is_likely.to(tl.int32), axis=0) - 1
+            tl.store(buffer + places, bits, mask=is_likely & (places < CAPACITY))
+            mass += _total(bits, is_likely)
+        count += found
+    # Other threads of the program read what this one wrote.
+    tl.debug_barrier()
+    return count, mass
+
+
+@triton.jit
+def _measure(row, buffer, vocabulary, num_buffered, largest, temperature, threshold, BLOCK: tl.constexpr):
     """Number and sum of the weights whose bits are at least `threshold` (> 0 to count: what lies outside weighs 0), the
-    least bits of these and the greatest of the others."""
+    least bits of these and the greatest of the others. Reads the buffer, or the row if `num_buffered` is 0."""
     count = tl.full((), 0, tl.int32)
     mass = tl.full((), 0.0, tl.float64)
     least = tl.full((), _BITS_OF_ONE, tl.int32)
     greatest = tl.full((), 0, tl.int32)
-    for first in range(0, vocabulary, BLOCK):
-        weights = _weights(row, first + tl.arange(0, BLOCK), vocabulary, largest, temperature)
-        bits = weights.to(tl.int32, bitcast=True)
+    size = tl.where(num_buffered > 0, num_buffered, vocabulary)
+    for first in range(0, size, BLOCK):
+        columns = first + tl.arange(0, BLOCK)
+        if num_buffered > 0:
+            bits = tl.load(buffer + columns, mask=columns < num_buffered, other=0)
+        else:
+            bits = _bits(row, columns, vocabulary, largest, temperature)
         reaches = bits >= threshold
         count += tl.sum(reaches.to(tl.int32), axis=0)
-        mass += tl.sum(tl.where(reaches, weights, 0.0).to(tl.float64), axis=0)
+        mass += _total(bits, reaches)
         least = tl.minimum(least, tl.min(tl.where(reaches, bits, _BITS_OF_ONE), axis=0))
         greatest = tl.maximum(greatest, tl.max(tl.where(reaches, 0, bits), axis=0))
     return count, mass, least, greatest
 
 
 @triton.jit
-def _search(row, vocabulary, largest, temperature, low, target, BY_COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def _search(
+    row,
+    buffer,
+    vocabulary,
+    num_buffered,
+    largest,
+    temperature,
+    low,
+    target,
+    BY_COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The greatest bits from `low` on such that the weights of at least these reach `target`, by number or by sum, and
     number and sum of the weights above. All weights from `low` on reach it."""
     high = tl.full((), _BITS_OF_ONE + 1, tl.int32)
@@ -52,7 +110,9 @@ def _search(row, vocabulary, largest, temperature, low, target, BY_COUNT: tl.con
     mass_above = tl.full((), 0.0, tl.float64)
     while high - low > 1:
         middle = low + (high - low) // 2
-        count, mass, least, greatest = _measure(row, vocabulary, largest, temperature, middle, BLOCK)
+        count, mass, least, greatest = _measure(
+            row, buffer, vocabulary, num_buffered, largest, temperature, middle, BLOCK
+        )
         if BY_COUNT:
             reaches = count >= target
         else:
@@ -67,35 +127,58 @@ def _search(row, vocabulary, largest, temperature, low, target, BY_COUNT: tl.con
 
 
 @triton.jit
-def _keep(row, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK: tl.constexpr):
+def _keep(
+    row,
+    buffer,
+    vocabulary,
+    largest,
+    temperature,
+    top_k,
+    top_p,
+    min_p,
+    BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
+):
     """What the filters keep: all weights whose bits exceed `cut`, and the first `ties` that equal it; and their sum."""
     cut = tl.full((), 0, tl.int32)
     ties = vocabulary
     mass = tl.full((), 0.0, tl.float64)
-    limited = (top_k > 0) & (top_k < vocabulary)
-    if limited:
-        cut, count_above, mass_above = _search(row, vocabulary, largest, temperature, cut, top_k, True, BLOCK)
+    num_likely = tl.full((), 0, tl.int32)
+    likely_mass = tl.full((), 0.0, tl.float64)
+    limits_number = (top_k > 0) & (top_k < vocabulary)
+    limits_mass = (top_p > 0.0) & (top_p < 1.0)
+    if limits_number | limits_mass:
+        num_likely, likely_mass = _gather(row, buffer, vocabulary, largest, temperature, BLOCK, CAPACITY)
+    fits = num_likely <= CAPACITY
+    if limits_number:
+        num_buffered = tl.where(fits & (num_likely >= top_k), num_likely, 0)
+        cut, count_above, mass_above = _search(
+            row, buffer, vocabulary, num_buffered, largest, temperature, cut, top_k, True, BLOCK
+        )
         ties = top_k - count_above
         mass = mass_above + ties.to(tl.float64) * cut.to(tl.float32, bitcast=True).to(tl.float64)
     bits_of_min_p = min_p.to(tl.int32, bitcast=True)
     if bits_of_min_p > cut:
         cut = bits_of_min_p
         ties = vocabulary
-        limited = False
-    if not limited:
-        _count, mass, _least, _greatest = _measure(row, vocabulary, largest, temperature, cut, BLOCK)
-    if (top_p > 0.0) & (top_p < 1.0):
+        limits_number = False
+    if not limits_number:
+        mass = _sum_from(row, vocabulary, largest, temperature, cut, BLOCK)
+    if limits_mass:
         target = top_p.to(tl.float64) * mass
-        found, _count, mass_above = _search(row, vocabulary, largest, temperature, cut, target, False, BLOCK)
+        num_buffered = tl.where(fits & (likely_mass >= target), num_likely, 0)
+        found, _count, mass_above = _search(
+            row, buffer, vocabulary, num_buffered, largest, temperature, cut, target, False, BLOCK
+        )
         weight = found.to(tl.float32, bitcast=True).to(tl.float64)
         needed = tl.ceil((target - mass_above) / tl.where(weight > 0.0, weight, 1.0))
         if found > cut:
             ties = vocabulary
         # At least one, and no more than there are: rounding may ask for one beyond them.
         ties = tl.minimum(ties, tl.maximum(needed, 1.0).to(tl.int32))
-        cut = found
-        _count, whole, _least, _greatest = _measure(row, vocabulary, largest, temperature, cut, BLOCK)
+        whole = _sum_from(row, vocabulary, largest, temperature, found, BLOCK)
         mass = tl.minimum(whole, mass_above + ties.to(tl.float64) * weight)
+        cut = found
     return cut, ties, mass
 
 
@@ -109,12 +192,12 @@ def _draw(row, vocabulary, largest, temperature, cut, ties, target, BLOCK: tl.co
     running = tl.full((), 0.0, tl.float64)
     while (token < 0) & (first < vocabulary):
         columns = first + tl.arange(0, BLOCK)
-        weights = _weights(row, columns, vocabulary, largest, temperature)
-        bits = weights.to(tl.int32, bitcast=True)
-        is_tie = (bits == cut) & (columns < vocabulary)
+        bits = _bits(row, columns, vocabulary, largest, temperature)
+        inside = columns < vocabulary
+        is_tie = (bits == cut) & inside
         ties_so_far = ties_before + tl.cumsum(is_tie.to(tl.int32), axis=0)
-        kept = (bits > cut) | (is_tie & (ties_so_far <= ties))
-        kept_weights = tl.where(kept, weights, 0.0).to(tl.float64)
+        kept = ((bits > cut) & inside) | (is_tie & (ties_so_far <= ties))
+        kept_weights = tl.where(kept, bits.to(tl.float32, bitcast=True), 0.0).to(tl.float64)
         mass = tl.sum(kept_weights, axis=0)
         if running + mass > target:
             beyond = (running + tl.cumsum(kept_weights, axis=0) > target) & kept
@@ -148,9 +231,11 @@ def _sample(
     positions,
     tokens,
     log_probs,
+    buffers,
     vocabulary,
     stride_logits,
     BLOCK: tl.constexpr,
+    CAPACITY: tl.constexpr,
 ):
     index = tl.program_id(0)
     row = logits + index.to(tl.int64) * stride_logits
@@ -169,7 +254,8 @@ def _sample(
     temperature = tl.load(temperatures + index)
     if temperature > 0.0:
         top_k, top_p, min_p = tl.load(top_ks + index), tl.load(top_ps + index), tl.load(min_ps + index)
-        cut, ties, mass = _keep(row, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK)
+        buffer = buffers + index.to(tl.int64) * CAPACITY
+        cut, ties, mass = _keep(row, buffer, vocabulary, largest, temperature, top_k, top_p, min_p, BLOCK, CAPACITY)
         number = _uniform(tl.load(seeds + index), tl.load(positions + index))
         token = _draw(row, vocabulary, largest, temperature, cut, ties, number * mass, BLOCK)
     chosen = tl.load(row + token).to(tl.float32)
@@ -203,9 +289,11 @@ def sample(
             positions_N,
             tokens_N,
             log_probs_N,
+            tokens_N.new_empty(rows, CANDIDATES),
             vocabulary,
             logits_NV.stride(0),
             BLOCK=tile.block,
+            CAPACITY=CANDIDATES,
             num_warps=tile.num_warps,
         )
     return tokens_N, log_probs_N

@@ -13,7 +13,7 @@ from megatron_kernels.tuning import Tile
 from megatron_runtime.sampling.philox import uniform
 from megatron_runtime.sampling.sampler import kept_ids
 
-few = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 def parameters(*, rows=1, temperature=1.0, top_k=0, top_p=0.0, min_p=0.0, seed=0, position=0):
@@ -36,6 +36,12 @@ def small_tiles(monkeypatch):
     monkeypatch.setattr(sampling_triton, "vocabulary_tile", lambda vocabulary: Tile(64, 1))
 
 
+@pytest.fixture(params=[8, 256], ids=["few candidates", "many candidates"])
+def candidates(request, monkeypatch):
+    """A buffer that the likely tokens of a flat row overflow, and one that holds any row of these tests."""
+    monkeypatch.setattr(sampling_triton, "CANDIDATES", request.param)
+
+
 def check(logits, arguments):
     tokens, log_probs = sampling_triton.sample(logits, **arguments)
     expected_tokens, expected_log_probs = sampling.sample(logits, **arguments)
@@ -52,7 +58,9 @@ def check(logits, arguments):
     has_ties=st.booleans(),
 )
 @few
-def test_every_mix_of_filters(temperature, top_k, top_p, min_p, position, has_ties, dtype, generator, small_tiles):
+def test_every_mix_of_filters(
+    temperature, top_k, top_p, min_p, position, has_ties, dtype, generator, small_tiles, candidates
+):
     logits = 3 * torch.randn(1, 150, generator=generator)
     logits = (logits.round() if has_ties else logits).to(dtype)
     # A masked token.
@@ -100,6 +108,22 @@ def test_filters_among_equal_weights_keep_the_lowest_ids(filters, small_tiles):
     )
     expected = [ids[int(sampling.uniform(5, position) * kept)] for position in range(rows)]
     assert drawn.tolist() == expected
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.99999}, {"top_k": 90, "top_p": 0.99999}])
+def test_filters_that_the_likeliest_do_not_decide(filters, small_tiles):
+    """Three tokens are likely; what the filters keep reaches beyond them."""
+    logits = torch.linspace(-12, -10, 100)[None].clone()
+    logits[0, [3, 50, 97]] = torch.tensor([0.0, 1.0, 2.0])
+    for position in range(3):
+        check(logits, parameters(seed=9, position=position, temperature=1.0, **filters))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered", "ignore:All-NaN slice encountered")
+@pytest.mark.parametrize("value", [float("-inf"), float("nan")])
+def test_a_row_without_a_distribution_gives_a_token_of_the_vocabulary(value, small_tiles):
+    tokens, _ = sampling_triton.sample(torch.full((1, 100), value), **parameters(top_k=5, top_p=0.5))
+    assert 0 <= int(tokens) < 100
 
 
 @given(seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**62))
