@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from itertools import groupby
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import ResourceCache
@@ -37,6 +39,17 @@ from megatron_operator.render.keys import keys_secret
 from megatron_runtime.wire.security import KeyPair
 
 logger = logging.getLogger(__name__)
+
+
+AT_ONCE = 8
+"""Applies of one resource that are under way at once."""
+WORKLOADS = ("Deployment", "StatefulSet")
+
+
+def _waves(actions: Sequence[ApplyChild]) -> tuple[list[ApplyChild], list[ApplyChild]]:
+    """What pods refer to, and what makes pods."""
+    workloads = [action for action in actions if action.ref.kind in WORKLOADS]
+    return [action for action in actions if action.ref.kind not in WORKLOADS], workloads
 
 
 class Actor:
@@ -74,16 +87,29 @@ class Actor:
             LeadershipLostError: this process must end.
         """
         changed = False
+        for applies, together in groupby(actions, lambda action: isinstance(action, ApplyChild)):
+            if applies:
+                changed = True
+                if not await self._apply_all(
+                    [action for action in together if isinstance(action, ApplyChild)], resource
+                ):
+                    break
+                continue
+            done, went_on = await self._others(together, resource)
+            changed = changed or done
+            if not went_on:
+                break
+        return changed
+
+    async def _others(self, actions: Iterable[Action], resource: SeenResource) -> tuple[bool, bool]:
+        """In order. Whether something changed, and whether all were carried out."""
+        changed = False
         for action in actions:
             match action:
-                case ApplyChild():
-                    changed = True
-                    if not await self._apply(action, resource):
-                        break
                 case CreateKeys():
                     changed = True
                     if not await self._create_keys(action, resource):
-                        break
+                        return changed, False
                 case DeleteChild():
                     changed = True
                     await self._delete_child(action, resource)
@@ -103,7 +129,25 @@ class Actor:
                     await self._recorder.emit(
                         action, name=resource.name, namespace=resource.namespace, uid=resource.uid
                     )
-        return changed
+        return changed, True
+
+    async def _apply_all(self, actions: Sequence[ApplyChild], resource: SeenResource) -> bool:
+        """What pods need at once, then what makes pods; children of one kind of need do not depend on each other."""
+        for wave in _waves(actions):
+            room = asyncio.Semaphore(AT_ONCE)
+            outcomes = await asyncio.gather(
+                *(self._apply_in(room, action, resource) for action in wave), return_exceptions=True
+            )
+            for outcome in outcomes:
+                if isinstance(outcome, BaseException):
+                    raise outcome
+            if not all(outcomes):
+                return False
+        return True
+
+    async def _apply_in(self, room: asyncio.Semaphore, action: ApplyChild, resource: SeenResource) -> bool:
+        async with room:
+            return await self._apply(action, resource)
 
     async def _apply(self, action: ApplyChild, resource: SeenResource) -> bool:
         known = self._cache.child(action.ref)
