@@ -1,0 +1,25 @@
+"""Who only handles maps and lists never loads torch."""
+
+import subprocess
+import sys
+
+PROGRAM = """
+import sys
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.inference_request import DynamicInferenceRequest, DynamicInferenceRequestRecord
+
+request = DynamicInferenceRequest(
+    request_id=1, prompt_tokens=[1, 2, 3, 4], enable_prefix_caching=True, block_size_tokens=2, generated_tokens=[5]
+)
+record = DynamicInferenceRequestRecord.from_request(request)
+record.checkpoint()
+record.stamp_epoch(3)
+merged = DynamicInferenceRequestRecord.deserialize(record.serialize()).merge()
+assert merged.generated_tokens == [5]
+sys.exit("torch was loaded" if "torch" in sys.modules else 0)
+"""
+
+
+def test_requests_and_clients_run_without_torch() -> None:
+    subprocess.run([sys.executable, "-c", PROGRAM], check=True, timeout=120)
