@@ -1,7 +1,9 @@
 """An echo engine does what it is told to get wrong, and nothing else of it changes."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +12,16 @@ from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coo
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
 from megatron_runtime.engines.build import build_engine
 from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.engines.faults import DropHeartbeats, FailVerb, InvalidFaultError, StallVerb, parse_faults
+from megatron_runtime.engines.faults import (
+    DropHeartbeats,
+    FailStep,
+    FailVerb,
+    IgnoreAborts,
+    InvalidFaultError,
+    SlowStep,
+    StallVerb,
+    parse_faults,
+)
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -97,6 +108,13 @@ def test_faults_are_read_and_what_is_none_is_refused() -> None:
         with pytest.raises(InvalidFaultError, match=names) as caught:
             parse_faults([spec])
         assert spec in str(caught.value)
+
+
+def test_the_documented_faults_are_faults() -> None:
+    page = Path(__file__).parents[2] / "docs" / "survival.md"
+    specs = [line.split("`")[1] for line in page.read_text().splitlines() if re.match(r"\| `[a-z]+-", line)]
+    kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts}
+    assert {type(fault) for fault in parse_faults(specs).all} == kinds
 
 
 @pytest.mark.parametrize(
