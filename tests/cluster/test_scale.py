@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 RESOURCES, IDLE_SECONDS = (200, 120.0) if os.environ.get("MEGATRON_SOAK") else (12, 10.0)
 ENGINES = 4
 REACTIONS = 40
-LOOK_SECONDS = 0.01
+LOOK_SECONDS = 0.05
 SETS = kind_of("apps/v1", "StatefulSet")
 
 

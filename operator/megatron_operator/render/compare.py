@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import ANNOTATION_HASH, LABEL_REVISION, Manifest, RenderContext
 from megatron_operator.render.engine import engine_revision
-from megatron_operator.render.model_source import model_hash
+from megatron_operator.render.model_source import model_hash, weights_revision
 from megatron_operator.render.revision import KIND as REVISION_KIND
 
 _DERIVED = (ANNOTATION_HASH, LABEL_REVISION)
@@ -122,12 +122,20 @@ def _change(name: str, old: Manifest | None, new: Manifest | None) -> Change | N
 
 def preview(old: RenderContext | None, new: RenderContext) -> Preview:
     """What the operator would do on a change from `old` (None: nothing exists) to `new`, while it runs."""
+    refreshed = (
+        old is not None and model_hash(old) == model_hash(new) and weights_revision(old) != weights_revision(new)
+    )
+    if old is not None and refreshed:
+        old = replace(old, spec=old.spec.model_copy(update={"weights": new.spec.weights}))
     before = _by_name(all_children(old)) if old is not None else {}
     after = _by_name(all_children(new))
     names = [*after, *(name for name in before if name not in after)]
     found = [_change(name, before.get(name), after.get(name)) for name in names]
     changes = tuple(change for change in found if change is not None)
-    return Preview(changes, _steps(old, new, changes))
+    steps = _steps(old, new, changes)
+    if refreshed:
+        steps = (f"give every engine weights {weights_revision(new)} in place, under the next epoch", *steps)
+    return Preview(changes, steps)
 
 
 def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change, ...]) -> tuple[str, ...]:
@@ -142,5 +150,11 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
         steps.append(f"drain all engines, then replace {', '.join(replaced)} and the servers together: another model")
     else:
         limit = new.spec.rollout.max_unavailable
-        steps += [f"drain and replace {name} (at most {limit} at a time)" for name in reversed(replaced)]
+        steps += [
+            f"drain and replace {name}, then ask it for a canary completion (at most {limit} at a time)"
+            for name in reversed(replaced)
+        ]
+        if replaced:
+            left = max(0, new.spec.replicas - limit)
+            steps.append(f"lowest capacity on the way: {left} of {new.spec.replicas} engines")
     return tuple(steps)

@@ -219,8 +219,9 @@ def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
     ]
     assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
     assert found.steps == (
-        "drain and replace demo-engine-1 (at most 1 at a time)",
-        "drain and replace demo-engine-0 (at most 1 at a time)",
+        "drain and replace demo-engine-1, then ask it for a canary completion (at most 1 at a time)",
+        "drain and replace demo-engine-0, then ask it for a canary completion (at most 1 at a time)",
+        "lowest capacity on the way: 1 of 2 engines",
     )
 
 
@@ -243,3 +244,11 @@ def test_a_preview_of_verbs_and_scaling_restarts_nothing() -> None:
 
 def test_a_preview_of_no_change_is_empty() -> None:
     assert preview(_context(), _context()).changes == ()
+
+
+def test_a_preview_of_other_weights_restarts_nothing() -> None:
+    source = {"persistentVolumeClaim": {"claimName": "models", "path": "/x/{revision}"}}
+    old, new = (_context(model={"source": source}, weights={"revision": revision}) for revision in ("6", "7"))
+    found = preview(old, new)
+    assert found.changes == ()
+    assert found.steps == ("give every engine weights 7 in place, under the next epoch",)
