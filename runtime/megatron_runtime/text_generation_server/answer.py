@@ -53,6 +53,7 @@ class Answer:
         self._marker_length = {id_: len(tokenizer.token_bytes(id_).decode()) for id_ in visible}
         self._end_ids = frozenset(end_ids)
         self._wants_log_probs = wants_log_probs
+        self._is_plain = not wants_log_probs and not visible  # nothing is told of single tokens
         self._held: tuple[int, _Detail | None] | None = None
         self._seen = 0  # tokens taken or held
         self._is_waiting = False  # a token came without its log-probability
@@ -67,6 +68,9 @@ class Answer:
     ) -> Fragment:
         """Return what these further tokens complete."""
         fragment = Fragment()
+        if self._is_plain:
+            self._advance_all(tokens, fragment)
+            return fragment
         details = _details(log_probs, top) if self._wants_log_probs else None
         for place, token in enumerate(tokens):
             self._is_waiting |= details is not None and place >= len(details)
@@ -88,8 +92,11 @@ class Answer:
             self._finish_at(len(whole), rest, fragment)
             self._give(whole[self._plain :], fragment)
             return fragment
-        for token, detail in rest:
-            self._advance(token, detail, fragment)
+        if self._is_plain:
+            self._advance_all([token for token, _ in rest], fragment)
+        else:
+            for token, detail in rest:
+                self._advance(token, detail, fragment)
         if self._held is not None and reply.get("finish_reason") != "stop":
             self._take(*self._held, fragment)
         self._held = None
@@ -129,6 +136,16 @@ class Answer:
             self._held = (token, detail)
         else:
             self._take(token, detail, fragment)
+
+    def _advance_all(self, tokens: Sequence[int], fragment: Fragment) -> None:
+        """As _advance for each, at the price of one."""
+        if not tokens:
+            return
+        self._seen += len(tokens)
+        ready = [*(() if self._held is None else self._held[:1]), *tokens]
+        self._held = (ready.pop(), None) if ready[-1] in self._end_ids else None
+        fragment.token_ids += ready
+        self._give(self._detokenizer.feed(ready), fragment)
 
     def _take(self, token: int, detail: _Detail | None, fragment: Fragment) -> None:
         self._note(token, detail, fragment)

@@ -148,13 +148,13 @@ class ScriptedBackend:
         hold = max(map(len, stops), default=1) - 1
         before = 0
         for count in range(1, len(tokens) + 1 if stops else 0):
-            text = self._tokenizer.decode(tokens[:count])
+            text = self._text(tokens[:count])
             found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, before - hold))) >= 0]
             if found and count >= params.min_tokens:
                 at, stop = min(found)
                 end = at + len(stop) if params.detokenize_stop_sequence else at
                 return tokens[:count], text[:end], "stop"
-            before = len(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+            before = len(text)
         limit = params.num_tokens_to_generate
         if limit is not None and len(tokens) > limit:
             return tokens[:limit], None, "length"
@@ -162,11 +162,15 @@ class ScriptedBackend:
 
     def _releasable(self, tokens: list[int], params: SamplingParams) -> int:
         hold = max((len(stop) for stop in params.stop_words or ()), default=1) - 1
-        limit = len(self._tokenizer.decode(tokens)) - hold
+        limit = len(self._text(tokens)) - hold
         count = len(tokens)
-        while hold and count and len(self._tokenizer.decode(tokens[:count])) > limit:
+        while hold and count and len(self._text(tokens[:count])) > limit:
             count -= 1
         return count
+
+    def _text(self, tokens: list[int]) -> str:
+        """Their text without a character that is not complete, as an engine sees it."""
+        return self._tokenizer.detokenizer().feed(tokens)
 
     def _reply(
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, text: str | None, reason: str
