@@ -15,13 +15,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="builtin:smollm2-135m")
     parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--coordinator", action="store_true", help="run the engine behind a coordinator process")
     arguments = parser.parse_args()
 
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=arguments.new_tokens)
-    with MegatronLLM.from_pretrained(arguments.model, use_coordinator=arguments.coordinator) as llm:
-        if not llm.is_primary_rank:
-            return
+    with MegatronLLM.from_pretrained(arguments.model) as llm:
         for request in llm.generate(PROMPTS, params):
             print(f"{request.prompt}|{request.generated_text}")
         for chunk in llm.generate_stream("Once upon a time", params):

@@ -63,9 +63,8 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
-@pytest.mark.parametrize("mode", [(), ("--coordinator",)], ids=["direct", "coordinator"])
-def test_offline_sync(start: Start, mode: tuple[str, ...]) -> None:
-    output = finish(start("offline_sync.py", "--new-tokens", "4", *mode))
+def test_offline_sync(start: Start) -> None:
+    output = finish(start("offline_sync.py", "--new-tokens", "4"))
     assert "The capital of France is| Paris" in output
     assert len(output.splitlines()) >= 4
 
