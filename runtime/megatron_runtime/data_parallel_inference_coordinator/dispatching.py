@@ -115,6 +115,9 @@ class Dispatcher:
             self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
             return
         client.open[uid] = entry
+        if meta.engine:
+            self._dispatch_pinned(entry)
+            return
         self._enqueue(entry)
         self.pump()
         if entry.engine is None and self.journal.get(uid) is entry:
@@ -131,6 +134,19 @@ class Dispatcher:
         entry.forwarded = entry.held = min(tokens_held, entry.tokens_so_far)
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             client.behind = True
+
+    def _dispatch_pinned(self, entry: Entry) -> None:
+        """To the one engine that may answer, though it be draining or full; now or not at all, and never elsewhere."""
+        engine = self._engines.named(entry.meta.engine)
+        if engine is not None and engine.serving and self._may_dispatch():
+            self._dispatch(entry, [engine])
+        if entry.engine is None and self.journal.get(entry.uid) is entry:
+            self._refuse_pinned(entry)
+        self._on_change()
+
+    def _refuse_pinned(self, entry: Entry) -> None:
+        entry.engine = None
+        self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} does not serve; only it may answer")
 
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
@@ -195,6 +211,9 @@ class Dispatcher:
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         engine.in_flight.clear()
         for entry in entries:
+            if entry.meta.engine:
+                self._refuse_pinned(entry)
+                continue
             self._counters.replays += 1
             self._remember(entry, engine)
             self._enqueue(entry, first=True)
@@ -205,6 +224,8 @@ class Dispatcher:
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
             if not self._may_dispatch() or not self._engines.with_room():
                 return
+            if entry.meta.engine:
+                continue
             del engine.in_flight[entry.dispatch_id]
             self._send(engine.peer, Abort(entry.dispatch_id).to_frames())
             self._counters.replays += 1

@@ -50,10 +50,14 @@ class CoordinatorMetrics(Collector):
     def _counts(self) -> Iterator[Metric]:
         counters = self._coordinator.counters
         rejected = CounterMetricFamily(
-            "megatron_coordinator_rejected_frames", "Frames dropped, by reason.", labels=["reason"]
+            "megatron_coordinator_rejected_frames",
+            "Frames dropped and connections refused, by reason.",
+            labels=["reason"],
         )
         for reason in sorted({"malformed", "wrong_role", "unknown_peer", *counters.rejected}):
             rejected.add_metric([reason], counters.rejected[reason])
+        gatekeeper = self._coordinator.transport.gatekeeper
+        rejected.add_metric(["key_not_admitted"], gatekeeper.refused if gatekeeper is not None else 0)
         yield rejected
         for name, text, value in (
             ("replays", "Requests dispatched anew because their engine was lost.", counters.replays),

@@ -109,8 +109,9 @@ class Router:
         held = self._held.setdefault(engine.index, OrderedDict())
         # The deepest first: where the table is full, a prompt is forgotten from its end.
         for block in reversed(hashes):
+            if block in held:
+                held.move_to_end(block)
             held[block] = self._clock
-            held.move_to_end(block)
         while len(held) > MAX_KNOWN_BLOCKS:
             held.popitem(last=False)
 
@@ -135,7 +136,8 @@ class Router:
     def _match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
         """Blocks of the prompt that the engine holds, and when it was last given the deepest of them."""
         held = self._held.get(engine.index)
-        if held:
+        # Blocks are chained: who does not hold the first has no use for a deeper one.
+        if held and hashes[0] in held:
             for position in range(len(hashes) - 1, -1, -1):
                 given = held.get(hashes[position])
                 if given is not None:

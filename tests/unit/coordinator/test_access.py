@@ -12,6 +12,7 @@ import zmq
 
 from megatron_runtime.control_link import ControlLink
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
@@ -44,7 +45,12 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     with pytest.raises(CoordinatorUnreachableError, match="keys"):
         await ControlLink(stage.address(Role.ADMIN), keys=keys).start(connect_timeout_seconds=0.5)
     assert len(coordinator.clients) == 0
-    assert coordinator.transport.gatekeeper.refused >= (key is not None)
+    refused = coordinator.transport.gatekeeper.refused
+    assert refused >= (key is not None)
+    assert coordinator.status().rejected_frames == refused
+    metrics = CoordinatorMetrics(coordinator).collect()
+    counts = {sample.labels.get("reason"): sample.value for metric in metrics for sample in metric.samples}
+    assert counts["key_not_admitted"] == refused
 
 
 async def test_a_client_without_a_key_stays_out(stage, keys_dir) -> None:

@@ -121,6 +121,10 @@ def test_what_an_engine_evicted_counts_no_more(engines) -> None:
     choose.assigned(pool[0], hashes[:2], request=b"b")
     choose.evicted(pool[1], hashes[1:])
     assert choose.select(pool, hashes) is pool[0]
+    choose.evicted(pool[0], hashes[:1])
+    assert choose._match(pool[0], hashes) == (0, 0), "a block is of no use without those before it"
+    choose.assigned(pool[0], hashes, request=b"c")
+    assert choose._match(pool[0], hashes)[0] == 4
     choose.forget_all()
     choose.evicted(pool[1], hashes)
     assert choose._match(pool[0], hashes) == (0, 0)
