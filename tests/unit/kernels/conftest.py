@@ -1,4 +1,4 @@
-"""Triton's interpreter runs the kernels here: on the processor, in NumPy, without a GPU.
+"""Triton's interpreter runs the kernels here (tests/unit/conftest.py): on the processor, in NumPy, without a GPU.
 
 What that proves is the arithmetic and the addressing of a kernel, nothing about its speed. Two differences to a device:
 the interpreter truncates float32 to bfloat16 where a GPU rounds to nearest (tolerances below allow for it), and it has
@@ -7,17 +7,11 @@ no products of bfloat16 matrices (the kernels widen them under it, which is exac
 
 from __future__ import annotations
 
-import os
-import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
-
-if "triton" not in sys.modules:
-    os.environ["TRITON_INTERPRET"] = "1"
 
 import pytest
 import torch
-
-torch.set_num_threads(1)
 
 
 @dataclass(frozen=True)
@@ -49,8 +43,17 @@ def tolerance(dtype: torch.dtype) -> Tolerance:
     return TOLERANCES[dtype]
 
 
+@pytest.fixture(scope="package", autouse=True)
+def _one_thread() -> Iterator[None]:
+    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
-def interpreter() -> None:
+def _interpreter() -> None:
     import triton
 
     assert triton.knobs.runtime.interpret, (
