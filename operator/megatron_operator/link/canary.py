@@ -12,8 +12,8 @@ import msgpack
 import numpy as np
 
 from megatron_operator.plan.world import AskCanary, CanaryReport
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import Error, Final, RequestMeta
+from megatron_runtime.wire.headers import ErrorCode
+from megatron_runtime.wire.messages import Error, Final, RequestMeta, Submit
 
 NEW_TOKENS = 4
 DEADLINE_SECONDS = 60.0
@@ -51,13 +51,12 @@ def new_canary(asked: AskCanary, *, now: float) -> Canary:
 
 
 def frames_of(canary: Canary) -> list[bytes]:
-    """SUBMIT, pinned to the engine by the last element of its meta."""
+    """SUBMIT, pinned to the engine."""
     known = KNOWN.get(canary.asked.model)
     prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
-    meta = [*RequestMeta(deadline_ms=int(DEADLINE_SECONDS * 1000)).to_list(), canary.asked.engine]
+    meta = RequestMeta(deadline_ms=int(DEADLINE_SECONDS * 1000), engine=canary.asked.engine)
     params = {"temperature": 0.0, "top_k": 1, "num_tokens_to_generate": NEW_TOKENS, "return_log_probs": True}
-    head = msgpack.packb([int(Header.SUBMIT), canary.uid, meta])
-    return [head, prompt, b"", msgpack.packb(params)]
+    return list(Submit(canary.uid, meta, prompt, b"", msgpack.packb(params)).to_frames())
 
 
 def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:

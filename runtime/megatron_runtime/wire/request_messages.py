@@ -26,16 +26,20 @@ class RequestMeta:
     """Who waits: lower first."""
     cache_salt: str = ""
     """Seeds the block hashes, so that tenants with different salts share no prefix."""
+    engine: str = ""
+    """The one engine that may answer; empty: any."""
 
     def to_list(self) -> list[Any]:
-        return [self.streaming, self.seed, self.deadline_ms, self.text, self.priority, self.cache_salt]
+        found = [self.streaming, self.seed, self.deadline_ms, self.text, self.priority, self.cache_salt]
+        return [*found, self.engine] if self.engine else found
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """The last two elements may be absent: a peer of the first release does not send them."""
+        """The last three elements may be absent: a peer of the first release does not send them."""
         if type(value) is list and len(value) >= 4:
             streaming, seed, deadline, text = value[:4]
             priority, salt = value[4:6] if len(value) >= 6 else (0, "")
+            engine = value[6] if len(value) >= 7 else ""
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
@@ -43,10 +47,11 @@ class RequestMeta:
                 and (deadline is None or type(deadline) is int)
                 and type(salt) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
+                and type(engine) is str
             ):
-                return cls(streaming, seed, deadline, text, priority, salt)
+                return cls(streaming, seed, deadline, text, priority, salt, engine)
         raise MalformedMessageError(
-            f"request meta {value!r:.80}: want [streaming, seed, deadline_ms, text, priority, cache_salt]"
+            f"request meta {value!r:.80}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine]"
         )
 
 
