@@ -17,7 +17,7 @@ from megatron_runtime.apis import _ranks
 from megatron_runtime.apis._coordinator_runtime import _CoordinatorRuntime
 from megatron_runtime.apis._event_loop import _EventLoopManager
 from megatron_runtime.apis._front_end import FrontEnd
-from megatron_runtime.apis._pipeline import default_config, engine_of_model, engine_of_reference
+from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, engine_of_model, engine_of_reference
 from megatron_runtime.apis._prompts import Prompt, normalize_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
@@ -26,6 +26,7 @@ from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.peer_link import CoordinatorUnreachableError
 from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
@@ -57,6 +58,7 @@ class _MegatronLLMBase:
     tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
     inference_config: limits and habits; None means Megatron-Core's defaults, with a KV cache that fits this machine.
     coordinator_host, coordinator_port: where the coordinator listens; by default a free port on the loopback interface.
+    inference_wrapper_cls: a GPTInferenceWrapper that runs the model in a way of its own.
     dtype:     "auto", "float32" or "bfloat16".
     threads:   torch threads; None leaves the choice.
     """
@@ -70,6 +72,7 @@ class _MegatronLLMBase:
         use_coordinator: bool = False,
         coordinator_host: str | None = None,
         coordinator_port: int | None = None,
+        inference_wrapper_cls: type[GPTInferenceWrapper] | None = None,
         dtype: str = "auto",
         threads: int | None = None,
     ) -> None:
@@ -82,12 +85,13 @@ class _MegatronLLMBase:
                 "to run in step"
             )
         config = inference_config or default_config()
+        executor = ExecutorOptions(dtype=dtype, threads=threads, wrapper_class=inference_wrapper_cls)
         if isinstance(model, DynamicInferenceEngine):
             self._engine = model
         elif isinstance(model, str):
-            self._engine = engine_of_reference(model, config, dtype=dtype, threads=threads)
+            self._engine = engine_of_reference(model, config, executor)
         else:
-            self._engine = engine_of_model(model, tokenizer, config, dtype=dtype, threads=threads)
+            self._engine = engine_of_model(model, tokenizer, config, executor)
         self._reference = next((str(item) for item in (tokenizer, model) if isinstance(item, str | Path)), None)
         self._use_coordinator = use_coordinator
         self._lock = threading.Lock()
@@ -102,9 +106,9 @@ class _MegatronLLMBase:
             self._engine.executor.load()
 
     @classmethod
-    def from_pretrained(cls, model: str, **options: Any) -> Self:
+    def from_pretrained(cls, model: str | Path, **options: Any) -> Self:
         """The model of a reference, "builtin:NAME", a GGUF file or a directory of transformers, with its tokenizer."""
-        return cls(model=model, tokenizer=None, **options)
+        return cls(model=str(model), tokenizer=None, **options)
 
     def _start_runtime(self, host: str | None, port: int | None) -> None:
         manager = _EventLoopManager()

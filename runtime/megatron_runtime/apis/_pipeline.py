@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.loading.source import ModelSource, resolve
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Of the memory that is free, for the KV cache of an engine whose configuration nobody gave."""
@@ -23,15 +27,22 @@ def default_config() -> InferenceConfig:
     return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, room), enable_chunked_prefill=True)
 
 
-def engine_of_reference(
-    model: str, config: InferenceConfig, *, dtype: str, threads: int | None
-) -> DynamicInferenceEngine:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorOptions:
+    """What the executor of a program's engine is told; see TorchExecutor."""
+
+    dtype: str = "auto"
+    threads: int | None = None
+    wrapper_class: type[GPTInferenceWrapper] | None = None
+
+
+def engine_of_reference(model: str, config: InferenceConfig, options: ExecutorOptions) -> DynamicInferenceEngine:
     """The engine of a model reference, weights not loaded yet. Raises ModelSourceError, UnsupportedModelError."""
-    return _engine(resolve(model), lambda: load_tokenizer(model), config, dtype=dtype, threads=threads)
+    return _engine(resolve(model), lambda: load_tokenizer(model), config, options)
 
 
 def engine_of_model(
-    model: Any, tokenizer: Any, config: InferenceConfig, *, dtype: str, threads: int | None
+    model: Any, tokenizer: Any, config: InferenceConfig, options: ExecutorOptions
 ) -> DynamicInferenceEngine:
     """The engine of a model that the program holds, weights not copied yet.
 
@@ -39,28 +50,28 @@ def engine_of_model(
     """
     from megatron_runtime.loading.in_memory import model_in_memory
 
-    return _engine(model_in_memory(model), take_over_tokenizer(tokenizer), config, dtype=dtype, threads=threads)
+    return _engine(model_in_memory(model), take_over_tokenizer(tokenizer), config, options)
 
 
 def _engine(
     source: ModelSource,
     tokenizer: Tokenizer | Callable[[], Tokenizer],
     config: InferenceConfig,
-    *,
-    dtype: str,
-    threads: int | None,
+    options: ExecutorOptions,
 ) -> DynamicInferenceEngine:
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     from megatron_runtime.engines.torch_executor import TorchExecutor
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
     from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
     executor = TorchExecutor(
         source,
         TextGenerationController(None, tokenizer, logprobs_mode=config.logprobs_mode),
-        dtype=dtype,
+        dtype=options.dtype,
         kv_cache_memory=config.buffer_bytes,
-        threads=threads,
+        threads=options.threads,
+        wrapper_class=options.wrapper_class or GPTInferenceWrapper,
     )
     return DynamicInferenceEngine(executor, config)
 

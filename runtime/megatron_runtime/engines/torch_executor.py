@@ -28,6 +28,7 @@ class TorchExecutor:
     max_sequence_length: prompt + generated tokens; None means what the model was made for.
     page_size:       tokens of a KV page.
     threads:         threads of torch; None means one for each processor, within the limit of the container.
+    wrapper_class:   runs the model; made anew with each set of weights.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -43,6 +44,7 @@ class TorchExecutor:
         max_sequence_length: int | None = None,
         page_size: int = 16,
         threads: int | None = None,
+        wrapper_class: type[GPTInferenceWrapper] = GPTInferenceWrapper,
     ) -> None:
         self.controller = controller or TextGenerationController(None, lambda: load_tokenizer(str(source.location)))
         self._dtype = select_dtype(dtype)
@@ -55,6 +57,7 @@ class TorchExecutor:
         self.max_sequence_length = _longest_sequence(max_sequence_length, config)
         self.num_pages = _num_pages(kv_cache_memory, config.kv_elements_per_token * self._dtype.itemsize * page_size)
         self._threads = threads
+        self._wrapper_class = wrapper_class
         self._pool = KVPool(
             layers=config.num_layers,
             pages=self.num_pages,
@@ -111,7 +114,7 @@ class TorchExecutor:
     def _use_weights(self) -> None:
         weights = self._store.weights
         assert weights is not None, "load() or swap() first"
-        self.controller.inference_wrapped_model = GPTInferenceWrapper(
+        self.controller.inference_wrapped_model = self._wrapper_class(
             LlamaModel(self._store.config, weights), page_size=self.page_size, dtype=self._dtype
         )
 

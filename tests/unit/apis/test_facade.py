@@ -13,8 +13,8 @@ from megatron_runtime.config import InferenceConfig
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.states import EngineState
 
 PROMPT = "The capital of France is"
@@ -61,6 +61,17 @@ class TestConstruction:
         expected = first.generate(PROMPT, greedy())
         again = make(model=first.controller.inference_wrapped_model.model)
         assert again.generate(PROMPT, greedy()).generated_tokens == expected.generated_tokens
+
+    def test_a_wrapper_of_the_callers_runs_the_model(self, make, greedy) -> None:
+        steps = []
+
+        class Counting(GPTInferenceWrapper):
+            def run_one_forward_step(self, plan, cache):
+                steps.append(len(plan.token_ids))
+                return super().run_one_forward_step(plan, cache)
+
+        make(inference_wrapper_cls=Counting).generate([1, 2, 3], greedy(3))
+        assert steps == [3, 1, 1]
 
     def test_a_taken_port_fails_and_leaves_nothing(self, make, options) -> None:
         first = make(use_coordinator=True)
@@ -378,4 +389,3 @@ class TestRuntime:
         with pytest.raises(ValueError, match="enough"):
             await runtime.setup(loop=asyncio.get_running_loop())
         assert engine.started == [(None, True, more)]
-        assert isinstance(SamplingParams(), SamplingParams)
