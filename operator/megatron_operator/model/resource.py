@@ -65,6 +65,15 @@ class PauseMode(StrEnum):
     REJECT = "Reject"
 
 
+class ToolCallParser(StrEnum):
+    AUTO = "auto"
+    NONE = "none"
+    HERMES = "hermes"
+    LLAMA3_JSON = "llama3_json"
+    MISTRAL = "mistral"
+    PYTHONIC = "pythonic"
+
+
 class SuspendLevel(StrEnum):
     OFFLOAD = "Offload"
     RELEASE_PODS = "ReleasePods"
@@ -266,11 +275,8 @@ class ServerSpec(ApiModel):
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None, description="File of accepted API keys, one a line; every request needs one when set."
     )
-    tool_call_parser: str | None = Field(
-        default=None,
-        description="Parser of tool calls in completions.",
-        max_length=63,
-        pattern=r"^[a-z0-9][a-z0-9_-]*$",
+    tool_call_parser: ToolCallParser | None = Field(
+        default=None, description="Parser of tool calls in completions; auto looks at the chat template."
     )
     pod_template: PodTemplate | None = Field(
         default=None, description="Merged over the rendered pod, containers by name (the container is server)."

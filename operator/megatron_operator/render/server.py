@@ -43,7 +43,7 @@ def server_args(ctx: RenderContext) -> list[str]:
     if server.api_keys_secret_ref is not None:
         args += ["--api-keys-file", f"{API_KEYS_DIR}/keys"]
     if server.tool_call_parser is not None:
-        args += ["--tool-call-parser", server.tool_call_parser]
+        args += ["--tool-call-parser", server.tool_call_parser.value]
     return args
 
 

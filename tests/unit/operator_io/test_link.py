@@ -271,3 +271,13 @@ def test_a_canary_is_judged_by_its_log_probabilities(
     assert (report.ok if report is not None else None) is verdict
     if report is not None and not report.ok:
         assert report.message
+
+
+@pytest.mark.parametrize(("tokens", "ok"), [([216, 40, 28, 216], True), ([216, 41, 28, 216], False)])
+def test_a_canary_of_a_builtin_model_must_say_what_that_model_says(tokens: list[int], ok: bool) -> None:
+    canary = new_canary(AskCanary("demo-engine-0", "abc", "builtin:smollm2-135m"), now=0.0)
+    body = b"".join(token.to_bytes(4, "little") for token in tokens)
+    reply = {"status": "COMPLETED", "generated_log_probs": [-0.1] * 4}
+    report = judge(canary, Final(1, canary.uid, body, msgpack.packb(reply)))
+    assert report is not None
+    assert report.ok is ok
