@@ -37,7 +37,10 @@ class Model:
         new = [sequence[start:] for sequence, start in zip(tokens, starts, strict=True)]
         positions = [torch.arange(start, len(all_)) for all_, start in zip(tokens, starts, strict=True)]
         ends = torch.tensor([len(part) for part in new]).cumsum(0)
-        return self.ours(torch.cat(new), torch.cat(positions), attention=batch, cache_LPXE=self.cache, rows_N=ends - 1)
+        hidden = self.ours(
+            torch.cat(new), torch.cat(positions), attention=batch, cache_LPXE=self.cache, rows_N=ends - 1
+        )
+        return self.ours.logits(hidden)
 
     def prefill(self, tokens: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         chunk = PrefillChunk(slice(0, len(tokens)), None, None)
@@ -143,12 +146,13 @@ def test_bfloat16_weights_stay_near_float32(tiny: Model, tmp_path: Path) -> None
     checkpoint = SafetensorsCheckpoint(tmp_path)
     model = LlamaModel(checkpoint.config, load_llama_weights(checkpoint, torch.bfloat16))
     tokens = tiny.tokens(30, seed=5)
-    logits = model(
+    hidden = model(
         tokens,
         torch.arange(30),
         attention=AttentionBatch(torch.arange(30), [], [PrefillChunk(slice(0, 30), None, None)]),
         cache_LPXE=tiny.cache.bfloat16(),
         rows_N=torch.tensor([29]),
-    )[0]
+    )
+    logits = model.logits(hidden)[0]
     assert logits.dtype is torch.float32
     assert torch.nn.functional.cosine_similarity(logits, tiny.expected(tokens), dim=0) > 0.99
