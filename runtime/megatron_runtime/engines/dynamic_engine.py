@@ -15,21 +15,14 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.contexts.dynamic_context import (
-    BlockOverflowError,
-    DynamicInferenceContext,
-    MaxSequenceLengthOverflowError,
-    RequestOverflowError,
-    TokenOverflowError,
-)
+from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext, RequestOverflowError
 from megatron_runtime.contexts.prefix_cache import BlockEvents
+from megatron_runtime.engines.admission import Admission, refuse_what_is_not_done
 from megatron_runtime.engines.engine_request import EngineRequest, EngineStats, FinishReason, OpenRequest, RequestOutput
 from megatron_runtime.engines.executor import Executor, StepPlan, StepResult
 from megatron_runtime.engines.in_program import EngineInProgram
 from megatron_runtime.engines.scheduler import Scheduler, StepRows
-from megatron_runtime.hashing import block_digests
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
-from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.wire.headers import ErrorCode
 
 logger = logging.getLogger(__name__)
@@ -59,21 +52,20 @@ class DynamicInferenceEngine(EngineInProgram):
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         super().__init__()
-        _refuse_what_is_not_done(config)
+        refuse_what_is_not_done(config)
         self.executor = executor
         self.config = config
         self.epoch = 0
-        self._sequence_limit = min(
-            config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length
-        )
+        limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
         self.context = DynamicInferenceContext(
             config,
-            max_sequence_length=self._sequence_limit,
+            max_sequence_length=limit,
             page_size=executor.page_size,
             num_pages=executor.num_pages,
         )
         self._clock = clock
         self._arrivals = count()
+        self._admission = Admission(config, executor, longest=self.context.max_sequence_length, limit=limit)
         self._scheduler = Scheduler(self.context, config)
         self._totals = _Totals()
         self._continued: list[OpenRequest] = []
@@ -93,23 +85,14 @@ class DynamicInferenceEngine(EngineInProgram):
             MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
             InvalidSamplingParamsError, ValueError: it cannot be taken; the message names field, value and remedy.
         """
-        params, prompt = request.sampling_params, len(request.prompt_tokens)
-        tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
-        self._check(request, tokens)
-        now = self._clock()
-        opened = OpenRequest(
-            request,
-            tokens=tokens,
-            max_total_tokens=self._max_total_tokens(params, prompt),
-            stop_ids=self._stop_ids(params),
-            rank=(params.priority, next(self._arrivals)),
-            digests=self._digests(request),
-            reads_cache=self.config.enable_prefix_caching and not params.wants_prompt_log_probs,
-            deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
-            arrived=now,
-            policy_epoch=[(0, self.epoch)],
-            kv_cache_epoch=[(0, self.epoch)],
-        )
+        if request.request_id in self._scheduler.open:
+            raise ValueError(f"request_id {request.request_id} is already open")
+        opened = self._admission.open(request, arrival=next(self._arrivals), now=self._clock(), epoch=self.epoch)
+        waiting = len(self._scheduler.waiting)
+        if waiting >= self.config.max_waiting:
+            raise RequestOverflowError(
+                request.request_id, f"{waiting} requests are waiting, the most allowed: try again later"
+            )
         opened.note(Event.ADD_ENGINE)
         self._scheduler.add(opened)
         if len(request.generated_tokens):
@@ -121,69 +104,6 @@ class DynamicInferenceEngine(EngineInProgram):
         if request is not None:
             self._scheduler.remove(request)
         return request is not None
-
-    def _check(self, request: EngineRequest, tokens: np.ndarray) -> None:
-        """Raise what add_request() documents."""
-        request_id, prompt = request.request_id, len(request.prompt_tokens)
-        if request_id in self._scheduler.open:
-            raise ValueError(f"request_id {request_id} is already open")
-        if prompt == 0:
-            raise ValueError("prompt is empty: give at least one token")
-        if tokens.min() < 0 or tokens.max() >= self.executor.vocab_size:
-            raise ValueError(f"prompt has a token outside the vocabulary of {self.executor.vocab_size}")
-        request.sampling_params.check_vocabulary(self.executor.vocab_size)
-        if request.sampling_params.structured_output is not None and request.grammar is None:
-            raise InvalidSamplingParamsError(
-                "structured_output",
-                request.sampling_params.structured_output["type"],
-                "an engine whose model has a tokenizer",
-            )
-        total = request.sampling_params.num_tokens_total
-        if total is not None and total <= prompt:
-            raise InvalidSamplingParamsError("num_tokens_total", total, f"more than the prompt's {prompt} tokens")
-        waiting = len(self._scheduler.waiting)
-        if waiting >= self.config.max_waiting:
-            raise RequestOverflowError(request_id, f"{waiting} requests are waiting, the most allowed: try again later")
-        longest = self.context.max_sequence_length
-        if prompt >= longest:
-            message = (
-                f"This model's maximum context length was exceeded. The prompt has {prompt} tokens; prompt and answer "
-                f"together may have {longest}: shorten the prompt"
-            )
-            if longest < self._sequence_limit:
-                raise BlockOverflowError(
-                    request_id, message + " or give the engine more kv_cache_memory", is_transient=False
-                )
-            raise MaxSequenceLengthOverflowError(request_id, message)
-        if not self.config.enable_chunked_prefill and prompt > self.config.step_tokens:
-            raise TokenOverflowError(
-                request_id,
-                f"the prompt has {prompt} tokens, a step takes {self.config.step_tokens}: shorten the prompt, raise "
-                "max_tokens or enable chunked prefill",
-                is_transient=False,
-            )
-
-    def _max_total_tokens(self, params: SamplingParams, prompt: int) -> int:
-        longest = self.context.max_sequence_length
-        if params.num_tokens_total is not None:
-            return min(longest, params.num_tokens_total)
-        if params.num_tokens_to_generate is not None:
-            return min(longest, prompt + params.num_tokens_to_generate)
-        return longest
-
-    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        stop_ids = set(params.stop_token_ids or ())
-        if params.termination_id is None:
-            stop_ids.update(self.executor.eos_ids)
-        elif params.termination_id != IGNORE_EOS:
-            stop_ids.add(params.termination_id)
-        return frozenset(token for token in stop_ids if 0 <= token < self.executor.vocab_size)
-
-    def _digests(self, request: EngineRequest) -> list[bytes]:
-        if not self.config.enable_prefix_caching:
-            return []
-        salt = (request.sampling_params.cache_salt or "").encode()
-        return block_digests(request.prompt_tokens, self.config.block_size_tokens, salt=salt)
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
@@ -396,12 +316,3 @@ class DynamicInferenceEngine(EngineInProgram):
         """Pages, prefix cache, slots and queues agree. Raises AssertionError."""
         self.context.check_integrity()
         self._scheduler.check_integrity()
-
-
-def _refuse_what_is_not_done(config: InferenceConfig) -> None:
-    config.require_default("num_speculative_tokens", because="this engine generates one token a step")
-    config.require_default("unified_memory_level", because="this engine keeps its KV cache in one kind of memory")
-    config.require_default("paused_buffer_size_gb", because="this engine preempts requests instead of pausing them")
-    config.require_default("static_kv_memory_pointers", because="this engine gives the KV cache's addresses back")
-    config.require_default("sampling_backend", because="this engine samples with its own code")
-    config.require_default("async_sched_mode", because="this engine plans a step when the last one has ended")

@@ -132,7 +132,7 @@ async def test_an_answer_tells_how_it_went(served: Served) -> None:
 
 async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Served) -> None:
     error = (await served.generate([1] * 5000, 5))["error"]
-    assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", False)
+    assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", True)
     assert "maximum context length was exceeded" in error["message"]
     sampling = SamplingParams(temperature=0.0, num_tokens_total=2)
     error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), 20))["error"]
