@@ -151,6 +151,6 @@ class LossyLink(CoordinatorLink):
         self._socket = socket
 
     def ask_canary(self, asked: AskCanary) -> bool:
-        self._canary_reports[asked.engine] = CanaryReport(asked.revision, ok=True)
+        self._canaries.reports[asked.engine] = CanaryReport(asked.revision, ok=True)
         self._on_change()
         return True

@@ -1,10 +1,11 @@
-"""A canary: one short greedy completion that goes to one engine alone, and what its answer must look like. Pure."""
+"""A canary: one short greedy completion that goes to one engine alone, and what its answer must look like."""
 
 from __future__ import annotations
 
+import logging
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import numpy as np
 from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.wire.headers import ErrorCode
 from megatron_runtime.wire.messages import Error, Final, RequestMeta, Submit
+
+logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 DEADLINE_SECONDS = 60.0
@@ -93,3 +96,38 @@ def _fault(canary: Canary, answer: Final, reply: dict[str, Any]) -> str | None:
     if known is not None and tuple(tokens.tolist()) != known.tokens:
         return f"tokens {tokens.tolist()} where this model says {list(known.tokens)}"
     return None
+
+
+class CanaryBook:
+    """The canaries of one link: what was sent and is awaited, and the last verdict on each engine."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._waiting: dict[str, Canary] = {}
+        self.reports: dict[str, CanaryReport] = {}
+
+    def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
+        """Send one, unless the answer of one to that engine at that revision is awaited. False when it was not sent."""
+        waiting = self._waiting.get(asked.engine)
+        if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
+            return True
+        canary = new_canary(asked, now=self._clock())
+        if not send(frames_of(canary)):
+            return False
+        self._waiting[asked.engine] = canary
+        return True
+
+    def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
+        """Take an answer; True when there is a verdict. `uid` None: a coordinator that takes no canaries refused
+        without saying what; nothing else is so refused."""
+        engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
+        report = judge(self._waiting.pop(engine), answer) if engine is not None else None
+        if engine is None or report is None:
+            return False
+        self.reports[engine] = report
+        logger.info("canary answered", extra={"engine": engine, "ok": report.ok, "fault": report.message})
+        return True
+
+    def forget_sent(self) -> None:
+        """The connection is another: what was sent on the old one is not awaited any more."""
+        self._waiting.clear()

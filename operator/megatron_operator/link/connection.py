@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import zmq
 
-from megatron_operator.link.canary import UNSUPPORTED, Canary, frames_of, judge, new_canary
+from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.snapshot import refusal_of, snapshot_of, without_traffic
 from megatron_operator.model.states import SignalKind
-from megatron_operator.plan.world import AskCanary, CanaryReport, CoordinatorSnapshot, OperationReport, Signal
+from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -107,8 +107,7 @@ class CoordinatorLink:
         self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
         """When a request was last seen; None before the first answer."""
-        self._canaries: dict[str, Canary] = {}
-        self._canary_reports: dict[str, CanaryReport] = {}
+        self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._incarnation = 0
         self._coordinator = 0
@@ -143,7 +142,7 @@ class CoordinatorLink:
         if self._reply is None or not self._registered.is_set():
             return CoordinatorSnapshot(error=self._error)
         return snapshot_of(
-            self._reply, refusals=self._refusals, canaries=self._canary_reports, idle_seconds=self._idle_seconds()
+            self._reply, refusals=self._refusals, canaries=self._canaries.reports, idle_seconds=self._idle_seconds()
         )
 
     def _idle_seconds(self) -> float:
@@ -216,16 +215,9 @@ class CoordinatorLink:
     def ask_canary(self, asked: AskCanary) -> bool:
         """Send a canary, unless the answer of one to that engine at that revision is still awaited. False when there is
         no connection to send it on."""
-        waiting = self._canaries.get(asked.engine)
-        if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
-            return True
         if not self._registered.is_set() or self._socket is None:
             return False
-        canary = new_canary(asked, now=self._clock())
-        if not self._socket.send(frames_of(canary)):
-            return False
-        self._canaries[asked.engine] = canary
-        return True
+        return self._canaries.ask(asked, self._socket.send)
 
     # --- the socket ---
 
@@ -265,7 +257,7 @@ class CoordinatorLink:
         self._reply = None
         self._error = error
         self._in_flight.clear()
-        self._canaries.clear()
+        self._canaries.forget_sent()
         self._asked = self._answers = 0
         self._answered.set()
         if was:
@@ -370,16 +362,8 @@ class CoordinatorLink:
                 )
 
     def _on_canary(self, answer: Final | Error, uid: bytes | None) -> None:
-        """`uid` None: a coordinator that takes no canaries refused without saying what; nothing else is so refused."""
-        engine = next((name for name, canary in self._canaries.items() if uid in (None, canary.uid)), None)
-        if engine is None:
-            return
-        report = judge(self._canaries.pop(engine), answer)
-        if report is None:
-            return
-        self._canary_reports[engine] = report
-        logger.info("canary answered", extra={"engine": engine, "ok": report.ok, "fault": report.message})
-        self._on_change()
+        if self._canaries.answered(answer, uid):
+            self._on_change()
 
     def _register_again(self) -> None:
         self._forget_registration("the coordinator was started anew")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState
 from megatron_operator.plan.diagnosis import first_diagnosis
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import UNSETTLED
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import PodView
 from megatron_operator.render.context import COORDINATOR, SERVER
 

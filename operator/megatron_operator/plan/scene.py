@@ -15,13 +15,14 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
 from megatron_operator.plan import operation as operations
-from megatron_operator.plan.budget import Budget, engine_budget
+from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.verbs import AGREEING
-from megatron_operator.plan.world import ChildRef, ChildView, EngineReport, Manifest, PodView, World
+from megatron_operator.plan.world import ChildRef, EngineReport, Manifest, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import shared_children
 from megatron_operator.render.context import ENGINE, SERVER, InvalidPodTemplate, RenderContext, manifest_hash
@@ -35,49 +36,6 @@ STUCK_GRACE_SECONDS = 120
 its engines. Then the pods go anyway: Stopped must not depend on a healthy coordinator."""
 REFUSAL_RETRY_SECONDS = 60
 """A refused child is offered again this often: quotas and admission rules change without an event for us."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineView:
-    """One engine: its StatefulSet, its pods, and what the coordinator says of it."""
-
-    index: int
-    name: str
-    surplus: bool
-    """Its index is beyond spec.replicas."""
-    statefulset: ChildView | None
-    pods: tuple[PodView, ...]
-    report: EngineReport | None
-    rendered_revision: str
-    budget: Budget
-    canary: Canary = Canary.NONE
-    canary_message: str = ""
-
-    @property
-    def serving(self) -> bool:
-        return self.report is not None and self.report.serving
-
-    @property
-    def scaled(self) -> int:
-        """Pods that its StatefulSet is set to."""
-        return self.statefulset.replicas if self.statefulset else 0
-
-    @property
-    def empty(self) -> bool:
-        """It has no pods and is to have none."""
-        return self.scaled == 0 and not self.pods
-
-    @property
-    def stale(self) -> bool:
-        """Its StatefulSet holds another revision than the spec renders to."""
-        found = self.statefulset
-        return found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
-
-    @property
-    def stale_pods(self) -> tuple[PodView, ...]:
-        """Pods made from another template than their StatefulSet now has; some may be on their way out."""
-        revision = self.statefulset.revision if self.statefulset else ""
-        return tuple(pod for pod in self.pods if pod.revision not in ("", revision))
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,10 @@ from megatron_operator.model.states import DesiredState, ResourceState
 from megatron_operator.model.status import HISTORY_LENGTH
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.verdict import Verdict
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.render.context import scale_selector
 
 T = ConditionType

@@ -7,8 +7,9 @@ restarts an engine that has pods.
 
 from __future__ import annotations
 
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import Action, ApplyChild, ChildRef, CreateKeys, DeleteChild, Manifest
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
 from megatron_operator.render.revision import KIND as REVISION_KIND

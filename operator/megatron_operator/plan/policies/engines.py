@@ -7,10 +7,11 @@ from dataclasses import replace
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, ResourceState, SignalKind
 from megatron_operator.plan.blockers import absent_engines, engines_wait
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import remove_engine
 from megatron_operator.plan.world import DeletePods, EmitEvent
 

@@ -8,11 +8,12 @@ from dataclasses import replace
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, SignalKind
+from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.engines import delete_pods, drained, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.rollout import Await, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
-from megatron_operator.plan.scene import EngineView, Scene
+from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
 from megatron_operator.plan.world import Action, AskCanary, EmitEvent
 from megatron_operator.render.model_source import model_argument

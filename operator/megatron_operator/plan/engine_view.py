@@ -1,0 +1,52 @@
+"""One engine as policies see it: its StatefulSet, its pods, and what the coordinator says of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron_operator.plan.budget import Budget
+from megatron_operator.plan.rollout import Canary
+from megatron_operator.plan.world import ChildView, EngineReport, PodView
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """One engine: its StatefulSet, its pods, and what the coordinator says of it."""
+
+    index: int
+    name: str
+    surplus: bool
+    """Its index is beyond spec.replicas."""
+    statefulset: ChildView | None
+    pods: tuple[PodView, ...]
+    report: EngineReport | None
+    rendered_revision: str
+    budget: Budget
+    canary: Canary = Canary.NONE
+    canary_message: str = ""
+
+    @property
+    def serving(self) -> bool:
+        return self.report is not None and self.report.serving
+
+    @property
+    def scaled(self) -> int:
+        """Pods that its StatefulSet is set to."""
+        return self.statefulset.replicas if self.statefulset else 0
+
+    @property
+    def empty(self) -> bool:
+        """It has no pods and is to have none."""
+        return self.scaled == 0 and not self.pods
+
+    @property
+    def stale(self) -> bool:
+        """Its StatefulSet holds another revision than the spec renders to."""
+        found = self.statefulset
+        return found is not None and self.rendered_revision != "" and found.revision != self.rendered_revision
+
+    @property
+    def stale_pods(self) -> tuple[PodView, ...]:
+        """Pods made from another template than their StatefulSet now has; some may be on their way out."""
+        revision = self.statefulset.revision if self.statefulset else ""
+        return tuple(pod for pod in self.pods if pod.revision not in ("", revision))
