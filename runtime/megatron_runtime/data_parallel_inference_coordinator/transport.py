@@ -25,6 +25,8 @@ PeerId: TypeAlias = tuple[int, bytes]
 OnMessage: TypeAlias = Callable[[PeerId, list[bytes]], None]
 
 _CLIENT_SEND_MARK = 10_000
+_ENGINE_SEND_MARK = 100_000
+"""Messages kept for an engine whose connection is full; it gets no work until it reads."""
 _CLOSE_LINGER_MS = 1000
 
 
@@ -120,11 +122,10 @@ class Transport:
 
     def _bind(self, port: int, number: int) -> str:
         socket = self._context.socket(zmq.ROUTER)
-        serves_clients = port in (SHARED_PORT, Role.CLIENT)
         limit = limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.SNDHWM, _CLIENT_SEND_MARK if serves_clients else 0)
+        socket.setsockopt(zmq.SNDHWM, _ENGINE_SEND_MARK if port == Role.ENGINE else _CLIENT_SEND_MARK)
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.MAXMSGSIZE, limit)
         interval_ms = int(self._settings.timing.connection_check * 1000)

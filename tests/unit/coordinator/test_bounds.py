@@ -313,3 +313,23 @@ async def test_senders_check_the_size_limits_too(stage) -> None:
         await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * (9 << 20))
     assert refused.value.code == ErrorCode.TOO_LARGE
     assert coordinator.counters.rejected_frames == 0
+
+
+async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine()
+    peer = coordinator.engines.named("engine-0").peer
+    send = coordinator.dispatcher._send
+    tries = 0
+
+    def full_once(to, frames):
+        nonlocal tries
+        tries += to == peer
+        return Sent.FULL if to == peer and tries == 1 else send(to, frames)
+
+    coordinator.dispatcher._send = full_once
+    client = await stage.client()
+    future = client.add_request([1], params(2))
+    assert (await future)["generated_tokens"] == echo_answer([1], 2)
+    assert tries == 2
+    assert len(engine.dispatches) == 1
