@@ -6,6 +6,7 @@ import tracemalloc
 from typing import Any
 
 import numpy as np
+import pytest
 from soak import SOAK
 
 from megatron_runtime.config import InferenceConfig
@@ -76,6 +77,7 @@ def refusal(engine: DynamicInferenceEngine, request: EngineRequest) -> str | Non
     return None
 
 
+@pytest.mark.timeout(1800 if SOAK else 300)
 def test_thousands_of_random_requests_leak_nothing() -> None:
     source, clock = random.Random(3), Clock()
     engine = make_engine(clock)
