@@ -438,9 +438,10 @@ async def test_an_engine_that_missed_its_commit_is_told_the_state_again(stage, m
     coordinator = stage.coordinator()
     engine = await stage.engine()
     link = await stage.admin()
-    commit = engine._commit
-    engine._commit = lambda message: None
+    commit, missed = engine._commit, []
+    engine._commit = missed.append
     await link.control(Header.PAUSE, operation_id="p", fence=1)
+    await engine.until(lambda: missed)
     assert engine.state is EngineState.PAUSING
     engine._commit = commit
     await engine.until(lambda: engine.state is EngineState.PAUSED)

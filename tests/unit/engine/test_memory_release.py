@@ -10,7 +10,12 @@ import numpy as np
 from megatron_runtime.engines.executor import StepPlan
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
+from megatron_runtime.sampling.columns import SamplingColumns
+from megatron_runtime.sampling_params import SamplingParams
 
+columns = SamplingColumns(1)
+none = np.empty(0, np.int32)
+columns.admit(0, SamplingParams(temperature=0.0), seed=0, prompt=none, generated=none)
 memory = lambda: psutil.Process().memory_info().rss
 executor = TorchExecutor(resolve("builtin:smollm2-135m"), dtype="float32", kv_cache_memory=256 << 20, threads=1)
 
@@ -21,9 +26,9 @@ def step():
         token_ids=np.arange(tokens, dtype=np.int32), positions=np.arange(tokens, dtype=np.int32),
         query_lengths=np.array([tokens], np.int32), context_lengths=np.array([tokens], np.int32),
         block_tables=table[None], slot_mapping=np.arange(tokens, dtype=np.int64),
-        needs_sample=np.array([True]), temperature=np.zeros(1, np.float32), top_k=np.zeros(1, np.int32),
-        top_p=np.zeros(1, np.float32), seeds=np.zeros(1, np.uint64), sample_positions=np.zeros(1, np.int64),
-        wants_log_probs=np.zeros(1, bool))).tokens.tolist()
+        needs_sample=np.array([True]), sampling=columns.rows(
+            np.array([0]), generated=np.array([0]), needs_sample=np.array([True]), prompt_targets={}
+        ))).tokens.tolist()
 
 report = {"made": memory()}
 executor.load()
