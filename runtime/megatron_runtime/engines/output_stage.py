@@ -154,14 +154,14 @@ class OpenRequest:
 class OutputStage:
     """Requests open on this engine, by dispatch id.
 
-    send:          hands the frames of a message to the coordinator.
+    send:          hands the frames of a message to the coordinator. False: it takes none of that size.
     finish_early:  tells the engine that a request ended by a stop text.
     """
 
     def __init__(
         self,
         *,
-        send: Callable[[Frames], object],
+        send: Callable[[Frames], bool | None],
         finish_early: Callable[[int], object],
         detokenizer: Callable[[], Detokenizer | None],
     ) -> None:
@@ -274,4 +274,7 @@ class OutputStage:
         if failed:
             reply["error"] = error_map(output.error_code, output.error or "the request failed")
         dispatch = request.dispatch
-        self._send(Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply)).to_frames())
+        final = Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply))
+        if self._send(final.to_frames()) is False:
+            size = sum(map(len, final.to_frames()))
+            self.refuse(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")

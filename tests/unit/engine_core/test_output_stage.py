@@ -109,6 +109,30 @@ def test_the_stop_text_is_kept_when_asked_for() -> None:
     assert stage.final["generated_text"] == "the END"
 
 
+def test_an_answer_too_large_for_the_coordinator_fails_by_name() -> None:
+    finals: list[Final] = []
+
+    def send(frames: Frames) -> bool:
+        if sum(map(len, frames)) > 1000:
+            return False
+        message = decode(frames)
+        assert isinstance(message, Final)
+        finals.append(message)
+        return True
+
+    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    stage.add(Dispatch(1, UID, 0, RequestMeta(), b"", b"", b""), SamplingParams(return_log_probs=True), [])
+    for number in range(200):
+        output = RequestOutput(1, [7], 3, "length" if number == 199 else None)
+        output.new_log_probs = [-1.0]
+        stage.step([output])
+    (final,) = finals
+    reply = unpack(final.reply)
+    assert (reply["status"], reply["error"]["code"]) == ("FAILED", 413)
+    assert "log-probabilities" in reply["error"]["message"]
+    assert stage.idle.is_set()
+
+
 def test_a_continuation_knows_the_text_before_it() -> None:
     whole = b"one two three END"
     stage = Stage(SamplingParams(stop_words=["END"]), generated=list(whole[:6]))
