@@ -64,7 +64,3 @@ def unpack_value(value: Any) -> Any:
         case ["ndarray" | b"ndarray", {"data": data, "dtype": dtype}]:
             return np.array(data, dtype=dtype)
     return value
-
-
-def is_packed_tensor(value: Any) -> bool:
-    return isinstance(value, list | tuple) and len(value) in (2, 3) and value[0] in ("tensor", b"tensor")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Collection
 
 from megatron_runtime.text_generation_server.tools.calls import CallList, RawArguments, Reader
@@ -14,8 +15,8 @@ class _ForcedParser(ToolParser):
         super().__init__(names)
         self._call: Attempt | None = Attempt(self._reader())
 
-    def _reader(self) -> Reader:
-        raise NotImplementedError
+    @abstractmethod
+    def _reader(self) -> Reader: ...
 
     def _step(self, character: str) -> None:
         if self._call is None:
