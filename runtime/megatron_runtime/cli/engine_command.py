@@ -55,6 +55,7 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
     show_default=True,
     help="What a suspend does with the KV cache.",
 )
+@click.option("--model-hash", default="", help="Hash of the model; requests made for another one are refused.")
 @click.option("--revision", default="", help="What this engine was rendered from; shown in the status.")
 @click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")

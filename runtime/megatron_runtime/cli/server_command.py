@@ -24,6 +24,7 @@ from megatron_runtime.cli.options import (
 @click.option("--coordinator", type=Address(), required=True, help="The coordinator's client port.")
 @click.option("--model", default="builtin:smollm2-135m", show_default=True, help="Where the tokenizer is read from.")
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
+@click.option("--model-hash", default="", help="Hash of the model; engines of another one do not answer.")
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
 @click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")

@@ -139,12 +139,11 @@ class DynamicInferenceContext:
 
         None, and nothing taken, where that would leave fewer than `spare_pages`.
         """
-        tokens = request.tokens
-        needed = self._pages_for(len(tokens)) - len(matched) * self.prefix_cache.pages_per_block
-        if needed + spare_pages > self.prefix_cache.num_available(matched):
+        if not self.has_room(request, matched, spare_pages=spare_pages):
             return None
+        tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
-        new = self.prefix_cache.allocate(needed)
+        new = self.prefix_cache.allocate(self._pages_for(len(tokens)) - len(shared))
         assert new is not None, "pages were counted before"
         slot = self._free_slots.pop()
         pages = np.concatenate([shared, new])
@@ -169,6 +168,25 @@ class DynamicInferenceContext:
             if digest not in self.prefix_cache:
                 self._computing.setdefault(digest, slot)
         return slot
+
+    def has_room(
+        self, request: Admission, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
+    ) -> bool:
+        """Whether admit() would take `request`, once the slots `without` were released."""
+        available = self.prefix_cache.num_available(matched)
+        if without is not None and len(without):
+            pages, owners = np.unique(
+                np.concatenate([self.block_tables[slot, : self.num_pages[slot]] for slot in without]),
+                return_counts=True,
+            )
+            freed = pages[self.allocator.references[pages] == owners]
+            # A matched block that only these slots hold is either pinned then, or forgotten and computed again.
+            kept = [block.pages for block in matched]
+            available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
+        elif not self._free_slots:
+            return False
+        needed = self._pages_for(len(request.tokens)) - len(matched) * self.prefix_cache.pages_per_block
+        return needed + spare_pages <= available
 
     def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
         """Indices in `slots` of those that have no page for their newest token."""

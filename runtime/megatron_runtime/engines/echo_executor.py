@@ -81,6 +81,10 @@ class EchoExecutor:
         self._cache: np.ndarray | None = None
         self._kept: tuple[Int64, np.ndarray] | None = None
 
+    @property
+    def digest(self) -> str:
+        return f"{self._weights:08x}" if self.has_weights else ""
+
     def load(self) -> None:
         self.has_weights = True
         if self._cache is None:

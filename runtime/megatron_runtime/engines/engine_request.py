@@ -137,6 +137,10 @@ class OpenRequest:
         return self.request.request_id
 
     @property
+    def priority(self) -> int:
+        return self.rank[0]
+
+    @property
     def prompt_length(self) -> int:
         return len(self.request.prompt_tokens)
 

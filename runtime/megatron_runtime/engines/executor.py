@@ -74,6 +74,9 @@ class Executor(Protocol):
 
     @property
     def has_weights(self) -> bool: ...
+    @property
+    def digest(self) -> str:
+        """Of the weights that were loaded last; empty before. May be read from any thread."""
 
     def load(self) -> None:
         """Have verified weights and the KV pool, with what was kept of it: whatever of these is missing.

@@ -2,12 +2,16 @@
 
 A request's place in every queue is (priority, order of arrival). It keeps it when it is preempted, and the last in line
 is preempted first: the first in line always gets on, so nobody starves but behind lower priority numbers.
+
+Who waits takes the place of who runs only where its priority number is lower, and only where that makes room for it.
+So requests of one priority never take turns, and who was preempted waits for room of its own.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -16,6 +20,7 @@ import numpy.typing as npt
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
+from megatron_runtime.contexts.prefix_cache import CachedBlock
 from megatron_runtime.engines.engine_request import OpenRequest
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
@@ -105,30 +110,24 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
-        """Choose the rows of the next step: one token of each decode, then prompts under way, then waiting requests,
-        while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
+        """Choose the rows of the next step: one token of each decode, then prompts in the order of rank, under way or
+        just admitted, while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
         """
-        preempted = self._grow()
-        requests = list(self.running)
-        slots = _slots(requests)
-        left = self._context.tokens_left(slots)
-        if requests and not self.waiting and left.max() == 1:
-            return StepRows(requests, slots, left, np.ones(len(left), dtype=bool))
+        victim = self._grow()
+        left = self._left(self.running)
+        if self.running and not self.waiting and left.max() == 1:
+            return StepRows(list(self.running), _slots(self.running), left, np.ones(len(left), dtype=bool))
+        self._admit(victim, now=now, epoch=epoch)
+        if not self.running:
+            return None
+        left = self._left(self.running)
         counts = self._shares(left, self._config.step_tokens)
         if self._config.track_paused_request_events:
             for index in np.flatnonzero(counts == 0):
-                requests[index].note(Event.PAUSE)
-        if not preempted:
-            admitted = self._admit(self._config.step_tokens - int(counts.sum()), now=now, epoch=epoch)
-            requests += admitted
-            left = np.concatenate([counts, self._left(admitted)])
-            counts = self._shares(left, self._config.step_tokens)
-        if not requests:
-            return None
+                self.running[index].note(Event.PAUSE)
         chosen = np.flatnonzero(counts)
-        requests = [requests[index] for index in chosen]
-        counts = counts[chosen]
-        return StepRows(requests, _slots(requests), counts, counts == self._left(requests))
+        requests = [self.running[index] for index in chosen]
+        return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
 
     def _left(self, requests: list[OpenRequest]) -> npt.NDArray[np.int32]:
         return self._context.tokens_left(_slots(requests))
@@ -143,44 +142,81 @@ class Scheduler:
         shares[prompts] = np.clip(budget - int(shares[~prompts].sum()) - before, 0, wanted)
         return shares
 
-    def _grow(self) -> bool:
-        """Give each request the page that its newest token needs, preempting the last in line: whether any was."""
-        before = self.preemptions
+    def _grow(self) -> OpenRequest | None:
+        """Give each request the page that its newest token needs, preempting the last in line. Returns the first in
+        line of those that were preempted.
+        """
+        victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None
             while request is not None and request.slot >= 0 and not self._context.grow(request.slot):
-                self._requeue(self.running[-1])
-                self.preemptions += 1
-        return self.preemptions > before
+                victim = self.running[-1]
+                self._preempt([victim])
+        return victim
 
-    def _admit(self, budget: int, *, now: float, epoch: int) -> list[OpenRequest]:
-        """Take waiting requests into slots, in order. Only who waits for a prefix under computation is overtaken.
+    def _preempt(self, victims: list[OpenRequest]) -> None:
+        for victim in reversed(victims):
+            self._requeue(victim)
+        self.preemptions += len(victims)
+
+    def _admit(self, victim: OpenRequest | None, *, now: float, epoch: int) -> None:
+        """Take waiting requests into slots, in order, up to `victim`, whom this step preempted. Only who waits for a
+        prefix under computation is overtaken.
 
         A request gets the pages of all its tokens at once, and only where a page is left for each running request:
         what was admitted is not preempted by the next few steps.
         """
-        admitted: list[OpenRequest] = []
         context = self._context
-        if budget <= 0 or not self.waiting or not context.has_free_slot:
-            return admitted
         for request in list(self.waiting):
+            if victim is not None and victim.rank <= request.rank:
+                break
+            if not context.has_free_slot and request.priority >= self.running[-1].priority:
+                break
             total = len(request.tokens)
             matched = context.match(request.digests, total) if request.reads_cache else []
             if request.reads_cache and context.is_being_computed(request.digests, total, num_matched=len(matched)):
                 self.coordination_waits += 1
                 continue
-            count = total - context.tokens_of_blocks(matched)
-            if not self._config.enable_chunked_prefill and budget < count <= self._config.step_tokens:
+            victims = self._victims(request, matched)
+            if victims is None:
                 break
+            count, room = total - context.tokens_of_blocks(matched), self._tokens_for(request, without=len(victims))
+            if room <= 0 or (not self._config.enable_chunked_prefill and room < count <= self._config.step_tokens):
+                break
+            if victims:
+                self._preempt(victims)
+                victim = victims[0]
+                # What only they held may be forgotten now.
+                matched = context.match(request.digests, total) if request.reads_cache else []
             slot = context.admit(request, matched, spare_pages=len(self.running))
-            if slot is None:
-                break
-            self._admitted(request, slot, num_cached=total - count, now=now, epoch=epoch)
-            admitted.append(request)
-            budget -= count
-            if budget <= 0 or not context.has_free_slot:
-                break
-        return admitted
+            assert slot is not None, "room was made before"
+            self._admitted(request, slot, num_cached=context.tokens_of_blocks(matched), now=now, epoch=epoch)
+
+    def _victims(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> list[OpenRequest] | None:
+        """Whom `request` takes the place of: of lower priority, the last in line, as few as make room for it. None
+        where even all of them would not.
+        """
+        others = len(self.running)
+        lower = sum(other.priority > request.priority for other in self.running)
+
+        def is_room(count: int) -> bool:
+            leaving = _slots(self.running[others - count :])
+            return self._context.has_room(request, matched, without=leaving, spare_pages=others - count)
+
+        if is_room(0):
+            return []
+        if not lower or not is_room(lower):
+            return None
+        count = next(count for count in range(1, lower + 1) if is_room(count))
+        return self.running[others - count :]
+
+    def _tokens_for(self, request: OpenRequest, *, without: int) -> int:
+        """Tokens of a step that are left to `request` when the last `without` in line have gone: each decode has its
+        one, and prompts before it in line all they want.
+        """
+        left = self._left(self.running[: len(self.running) - without])
+        ahead = bisect_left(self.running, request.rank, key=_rank)
+        return self._config.step_tokens - int(left[:ahead].sum()) - int((left[ahead:] == 1).sum())
 
     def _admitted(self, request: OpenRequest, slot: int, *, num_cached: int, now: float, epoch: int) -> None:
         request.slot = slot

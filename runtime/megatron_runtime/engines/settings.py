@@ -27,6 +27,7 @@ class EngineSettings:
     kv_cache_mode:     what a suspend does with the KV cache: "persist" keeps it, "offload" moves what is in use to host
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
+    model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: not said.
     revision:          hash of what this engine was rendered from; shown in the status.
     health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
@@ -52,6 +53,7 @@ class EngineSettings:
     prefix_eviction: Literal["lru", "ref_zero"] = "lru"
     kv_cache_mode: Literal["persist", "offload", "recompute"] = "recompute"
     block_size_tokens: int = 256
+    model_hash: str = ""
     revision: str = ""
     health_port: int | None = None
     keys_dir: Path | None = None

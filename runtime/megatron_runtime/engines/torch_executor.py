@@ -74,6 +74,10 @@ class TorchExecutor:
     def has_weights(self) -> bool:
         return self._store.weights is not None
 
+    @property
+    def digest(self) -> str:
+        return self._store.digest or ""
+
     def load(self) -> None:
         torch.set_num_threads(self._threads if self._threads is not None else default_threads())
         if not self.has_weights:

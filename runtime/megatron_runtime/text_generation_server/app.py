@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
-from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
@@ -19,6 +18,7 @@ from megatron_runtime.text_generation_server.auth import ApiKeys
 from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.chat import create_chat_completion
 from megatron_runtime.text_generation_server.completions import create_completion
+from megatron_runtime.text_generation_server.console import add_console
 from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.text_generation_server.middleware import ObserveMiddleware
@@ -38,11 +38,6 @@ from megatron_runtime.tokenization import Tokenizer
 logger = logging.getLogger(__name__)
 
 _CLIENT_CLOSED_REQUEST = 499
-_CONSOLE_HEADERS = {
-    "Content-Security-Policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
-    "connect-src 'self'; frame-ancestors 'none'"
-}
-
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
@@ -63,7 +58,7 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
     app.add_middleware(ObserveMiddleware, service=service)
-    _add_console(app)
+    add_console(app)
     _add_probes(app, service)
     _add_models(app, service)
     for path, handler, body in (
@@ -79,15 +74,6 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(Exception, _on_unexpected)
     return app
-
-
-def _add_console(app: FastAPI) -> None:
-    page = resources.files(__package__).joinpath("console.html").read_bytes()
-
-    async def console() -> Response:
-        return Response(page, media_type="text/html", headers=_CONSOLE_HEADERS)
-
-    app.add_api_route("/", console, methods=["GET"], include_in_schema=False)
 
 
 def _add_probes(app: FastAPI, service: Service) -> None:

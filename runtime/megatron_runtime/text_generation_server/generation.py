@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.requests.rejection import ModelChangedError
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.text_generation_server.answer import Answer, Fragment, prompt_log_probs
 from megatron_runtime.text_generation_server.backend import Backend
@@ -257,6 +258,8 @@ async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
         yield
     except RequestRejectedError as error:
         told = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
+        if isinstance(error, ModelChangedError):
+            told["type"] = "model_changed"
         raise from_reply_error(told, field_names=field_names) from error
 
 

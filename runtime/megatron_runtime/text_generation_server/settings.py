@@ -13,6 +13,7 @@ class ServerSettings:
     coordinator:        address of the coordinator's client port, "tcp://host:port".
     model:              model reference; the tokenizer is read from it.
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
+    model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
@@ -31,6 +32,7 @@ class ServerSettings:
     coordinator: str = ""
     model: str = "builtin:smollm2-135m"
     model_name: str | None = None
+    model_hash: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
     keys_dir: Path | None = None
