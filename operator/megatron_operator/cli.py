@@ -85,7 +85,7 @@ def main() -> None:
 @click.option(
     "--lease-seconds",
     type=click.FloatRange(1, 600),
-    default=15.0,
+    default=10.0,
     show_default=True,
     help="A dead leader is replaced after so long.",
 )

@@ -33,10 +33,10 @@ RESOURCE_RULES: list[Rule] = [
     _rule("policy", ["poddisruptionbudgets"], OWN),
     _rule("networking.k8s.io", ["networkpolicies"], OWN),
     _rule("", ["pods"], [*READ, "delete"]),
-    _rule("", ["secrets"], ["get", "create"]),
+    _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "create", "patch"]),
 ]
-"""What the operator does where resources are. Secrets are read and created by name, never listed."""
+"""What the operator does where resources are. Secrets are read, created and rotated by name, never listed."""
 
 CLUSTER_RULES: list[Rule] = [_rule("apiextensions.k8s.io", ["customresourcedefinitions"], READ)]
 """What it looks at beside them when it serves all namespaces: whether its own kind exists."""

@@ -6,12 +6,16 @@ refuses what its protocol calls illegal by failing the test, so no test needs to
 
 from __future__ import annotations
 
+import base64
 import copy
 import itertools
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+import zmq
+
+from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -23,6 +27,7 @@ from megatron_operator.model.states import (
     SignalKind,
 )
 from megatron_operator.model.status import MegatronInferenceStatus
+from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.reduce import reduce_child, reduce_pod
 from megatron_operator.plan.world import (
@@ -38,13 +43,19 @@ from megatron_operator.plan.world import (
     DeletePods,
     EmitEvent,
     EngineReport,
+    KeysInUse,
+    KeysView,
     OperationReport,
     RaiseFence,
     Refusal,
     ResourceView,
+    RotateKeys,
     Signal,
     World,
 )
+from megatron_operator.render.context import ANNOTATION_SERVER_KEY, RenderContext
+from megatron_operator.render.keys import keys_secret
+from megatron_runtime.wire.security import KeyPair
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OWNER_UID = "owner-uid"
@@ -85,6 +96,7 @@ class FakeCoordinator:
     sources: list[str] = field(default_factory=list)
     bad_sources: set[str] = field(default_factory=set)
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
+    keys: KeysInUse | None = None
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -151,6 +163,7 @@ class FakeCoordinator:
             ),
             queue_length=self.queue,
             canaries=dict(self.canaries),
+            keys=self.keys,
         )
 
 
@@ -182,6 +195,8 @@ class Cluster:
         self.asked: list[str] = []
         self.log: list[str] = []
         self.deleted_pods: list[str] = []
+        self.admin = KeyPair.generate()
+        self.kubelet_brings_keys = True
 
     # --- The user -----------------------------------------------------------------------------------------------
 
@@ -214,8 +229,17 @@ class Cluster:
             children=views,
             pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
             coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
+            keys=self._keys_view(),
             refusals=dict(self.refusals),
         )
+
+    def _keys_view(self) -> KeysView | None:
+        secret = self.objects.get(self.secret)
+        return keys_view(secret, self.admin) if secret is not None else None
+
+    @property
+    def secret(self) -> ChildRef:
+        return ChildRef("Secret", f"{self.name}-keys")
 
     def step(self, *, crash_after: int | None = None) -> Decision:
         """One pass: decide, persist, act. `crash_after` actions the operator dies."""
@@ -233,7 +257,15 @@ class Cluster:
 
     def act(self, action: Any) -> None:
         if isinstance(action, CreateKeys):
-            self._store(_object("Secret", action.name))
+            ctx = RenderContext(self.name, "default", OWNER_UID, parse_spec(self.spec), self.settings)
+            files = new_resource_keys(self.admin)
+            self._store(keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(self.now)))
+        elif isinstance(action, RotateKeys):
+            patch = rotation_patch(self.objects[self.secret], action, self.admin, now=stamp_seconds(self.now))
+            if patch is not None:
+                secret = self.objects[self.secret]
+                secret["data"] = patch["data"]
+                secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
         elif isinstance(action, ApplyChild):
             if action.ref in self.refuse:
                 self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
@@ -287,6 +319,7 @@ class Cluster:
         ref = ChildRef(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
         known = self.objects.get(ref)
         obj["metadata"]["uid"] = known["metadata"]["uid"] if known else f"uid-{next(self.uids)}"
+        obj["metadata"].setdefault("resourceVersion", "1")
         self.objects[ref] = obj
 
     # --- Everything else ----------------------------------------------------------------------------------------
@@ -301,6 +334,20 @@ class Cluster:
             if finish:
                 self.coordinator.finish()
             self._register()
+            if self.kubelet_brings_keys:
+                self._bring_keys(self.coordinator)
+
+    def _bring_keys(self, coordinator: FakeCoordinator) -> None:
+        """Mounted Secrets are swapped; peers take up their own pair, the coordinator takes up its own at its start."""
+        secret = self.objects.get(self.secret)
+        if secret is None:
+            return
+        files = {name: base64.b64decode(text).decode().split() for name, text in secret["data"].items()}
+        own = zmq.curve_public(files["server.key"][0].encode()).decode()
+        admitted = frozenset(key for name, keys in files.items() if name.endswith(".pub") for key in keys)
+        pairs = (zmq.curve_public(files[f"{role}.key"][0].encode()).decode() for role in ("engine", "client"))
+        server = own if coordinator.keys is None else coordinator.keys.server
+        coordinator.keys = KeysInUse(server, admitted, frozenset(pairs))
 
     def _reconcile_pods(self) -> None:
         wanted: dict[str, dict[str, Any]] = {}
@@ -311,6 +358,9 @@ class Cluster:
         for name in set(self.pods) - set(wanted):
             self._remove_pod(name)
         for name, made in wanted.items():
+            server_key = (made["template"]["metadata"].get("annotations") or {}).get(ANNOTATION_SERVER_KEY)
+            if name in self.pods and self.pods[name]["metadata"].get("server_key") != server_key:
+                self.restart_coordinator(name)
             if name not in self.pods:
                 self.pods[name] = self._pod(name, made["template"], made["index"])
 
@@ -323,7 +373,16 @@ class Cluster:
             waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
             ended = {"exitCode": 3, "reason": "Error", "message": "no such weights", "finishedAt": "x"}
             status["containerStatuses"] = [{"restartCount": 3, "state": waiting, "lastState": {"terminated": ended}}]
-        return {"metadata": {"name": name, "uid": f"uid-{next(self.uids)}", "labels": labels}, "status": status}
+        metadata = {"name": name, "uid": f"uid-{next(self.uids)}", "labels": labels}
+        metadata["server_key"] = (template["metadata"].get("annotations") or {}).get(ANNOTATION_SERVER_KEY)
+        return {"metadata": metadata, "status": status}
+
+    def restart_coordinator(self, pod: str) -> None:
+        """It comes back knowing what engines told it, and takes its own key from the files of that moment."""
+        assert self.coordinator is not None
+        self._remove_pod(pod)
+        self.coordinator.keys = None
+        self.log.append("the coordinator is started anew")
 
     def _remove_pod(self, name: str) -> None:
         pod = self.pods.pop(name)

@@ -12,10 +12,10 @@ import logging
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
+from urllib.parse import urlencode
 
 import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
-from kubernetes.aio.dynamic import DynamicClient
 
 from megatron_operator.cluster.kinds import Kind
 
@@ -25,18 +25,23 @@ Object = dict[str, Any]
 
 REQUEST_TIMEOUT_SECONDS = 10.0
 """Longest any request may take; the margin of the lease counts on it."""
+MAX_RETRY_AFTER_SECONDS = 60.0
 LIST_CHUNK = 500
 NAMESPACE_TERMINATING = "NamespaceTerminating"
 
 
 class ApiError(Exception):
-    """The API server refused or could not be reached. `code` is the HTTP status, 0 when there was no answer."""
+    """The API server refused or could not be reached. `code` is the HTTP status, 0 when there was no answer.
 
-    def __init__(self, code: int, reason: str, message: str) -> None:
+    retry_after: seconds that the server asks to be left alone for; 0 when it does not.
+    """
+
+    def __init__(self, code: int, reason: str, message: str, *, retry_after: float = 0.0) -> None:
         super().__init__(f"{code} {reason}: {message}" if code else f"{reason}: {message}")
         self.code = code
         self.reason = reason
         self.message = message
+        self.retry_after = retry_after
 
     @property
     def not_found(self) -> bool:
@@ -59,11 +64,13 @@ class ApiError(Exception):
 
 
 class KubeApi:
-    """The handful of verbs the operator uses."""
+    """The handful of verbs the operator uses.
+
+    Bodies are plain data already, so the client's own serialisation, which costs more than the request, is left out.
+    """
 
     def __init__(self, configuration: Configuration, *, timeout: float = REQUEST_TIMEOUT_SECONDS) -> None:
         self._client = ApiClient(configuration)
-        self._dynamic = DynamicClient(self._client)
         self._timeout = timeout
 
     async def __aenter__(self) -> Self:
@@ -160,28 +167,39 @@ class KubeApi:
         """
         try:
             async with asyncio.timeout(self._timeout):
-                response = await self._dynamic.request(
-                    method,
-                    path,
-                    body=body,
-                    query_params=[(key, value) for key, value in (query or {}).items() if value is not None],
-                    content_type=content_type,
-                    serialize=False,
-                )
-                return json.loads(await response.read())
+                status, text, headers = await self._exchange(method, path, body, query or {}, content_type)
         except ApiException as error:
-            raise _translate(error) from None
+            raise ApiError(error.status or 0, "Error", str(error.reason)) from error
         except TimeoutError:
             raise ApiError(0, "Timeout", f"{method} {path}: no answer within {self._timeout:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
+        if not 200 <= status <= 299:
+            raise _refusal(status, text, headers)
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise ApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
+
+    async def _exchange(
+        self, method: str, path: str, body: Object | None, query: Mapping[str, Any], content_type: str
+    ) -> tuple[int, bytes, Mapping[str, str]]:
+        headers = {**self._client.default_headers, "Accept": "application/json", "Content-Type": content_type}
+        await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+        given = {key: value for key, value in query.items() if value is not None}
+        url = f"{self._client.configuration.host}{path}" + (f"?{urlencode(given)}" if given else "")
+        response = await self._client.call_api(method, url, header_params=headers, body=body)
+        return response.status, await response.read(), response.headers
 
 
-def _translate(error: ApiException) -> ApiError:
+def _refusal(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
+    """The API server's Status, or whatever a proxy in front of it said."""
+    said = headers.get("Retry-After", "")
+    retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0
     try:
-        status = json.loads(error.body or "")
+        status = json.loads(text)
         causes = {cause.get("reason") for cause in (status.get("details") or {}).get("causes") or ()}
-        reason = NAMESPACE_TERMINATING if NAMESPACE_TERMINATING in causes else status.get("reason", error.reason or "")
-        return ApiError(error.status or 0, reason, status.get("message", ""))
+        reason = NAMESPACE_TERMINATING if NAMESPACE_TERMINATING in causes else status.get("reason", "")
+        return ApiError(code, reason, status.get("message", ""), retry_after=retry_after)
     except (ValueError, AttributeError):
-        return ApiError(error.status or 0, error.reason or "Error", str(error.body or "")[:500])
+        return ApiError(code, "Error", text[:500].decode(errors="replace"), retry_after=retry_after)

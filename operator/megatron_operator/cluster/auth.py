@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from urllib.request import getproxies
 
 import kopf
 from kubernetes.aio.client import Configuration
@@ -31,6 +32,8 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
         LoginError: when neither is usable.
     """
     configuration = Configuration()
+    # Looking for a proxy in the environment and for ~/.netrc costs each request two hops through a thread.
+    configuration.client_session_kwargs = {"trust_env": bool(getproxies())}
     try:
         if kubeconfig is None and in_cluster():
             load_incluster_config(client_configuration=configuration)

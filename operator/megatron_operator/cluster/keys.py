@@ -1,4 +1,4 @@
-"""CURVE keys: the operator's one admin pair, and the pairs of each resource.
+"""CURVE keys: the operator's one admin pair, and the pairs of each resource, made, read and rotated.
 
 The secret half of the admin key lives in the operator's namespace and nowhere else. A resource's Secret is read by
 name; Secrets are never listed or watched.
@@ -13,8 +13,21 @@ from collections.abc import Mapping
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.writer import Writer
+from megatron_operator.model.states import KeyStage
+from megatron_operator.plan.world import KeysView, RotateKeys
 from megatron_operator.render.context import LABEL_MANAGED_BY, LABEL_NAME
-from megatron_operator.render.keys import KEY_NAMES
+from megatron_operator.render.keys import (
+    AFTER,
+    ANNOTATION_GENERATION,
+    ANNOTATION_SERVER,
+    ANNOTATION_SINCE,
+    ANNOTATION_STAGE,
+    KEY_NAMES,
+    PEERS,
+    encode,
+    next_files,
+    stage_annotations,
+)
 from megatron_runtime.wire.security import KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
@@ -62,20 +75,74 @@ def new_resource_keys(admin: KeyPair) -> dict[str, str]:
     return {name: files[name] for name in KEY_NAMES}
 
 
+def keys_view(secret: Object, admin: KeyPair) -> KeysView:
+    """What decisions may know of a resource's Secret.
+
+    Raises:
+        KeyFormatError: when it lacks an entry.
+    """
+    notes = secret["metadata"].get("annotations") or {}
+    generation = int(notes.get(ANNOTATION_GENERATION) or 1)
+    pairs = [_lines(secret, f"{role}.pub") for role in PEERS]
+    rotating = all(len(lines) > 1 for lines in pairs)
+    return KeysView(
+        generation=generation,
+        stage=KeyStage(notes.get(ANNOTATION_STAGE) or KeyStage.SETTLED),
+        server_generation=int(notes.get(ANNOTATION_SERVER) or generation),
+        since=notes.get(ANNOTATION_SINCE) or secret["metadata"].get("creationTimestamp"),
+        old=frozenset(lines[0].decode() for lines in pairs) if rotating else frozenset(),
+        new=frozenset(lines[-1].decode() for lines in pairs),
+        server=_lines(secret, "server.pub")[0].decode(),
+        admin_admitted=_lines(secret, "admin.pub") == [admin.public],
+    )
+
+
+def rotation_patch(secret: Object, action: RotateKeys, admin: KeyPair, *, now: str) -> Object | None:
+    """The merge patch, with preconditions, that brings a Secret to where `action` wants it. None: it is there.
+
+    Raises:
+        KeyFormatError: when it lacks an entry.
+        ValueError: when it is not at the stage before; whoever decided saw an older Secret.
+    """
+    view = keys_view(secret, admin)
+    files = {name: _entry(secret, name, whole=True).decode() for name in KEY_NAMES}
+    generation, stage, server, since = view.generation, view.stage, view.server_generation, view.since or now
+    if (generation, stage) != (action.generation, action.stage):
+        begins = action.stage is KeyStage.ADMITTING
+        follows = action.generation > generation if begins else action.generation == generation
+        if AFTER[stage] is not action.stage or not follows:
+            found, wanted = f"{stage.value} of generation {generation}", f"{action.stage.value} of {action.generation}"
+            raise ValueError(f"Secret {action.name}: is at {found}, which is not the stage before {wanted}")
+        fresh = generate_key_files(roles=("server", *PEERS)) if begins else {}
+        files = next_files(files, action.stage, fresh=fresh)
+        generation, stage, since = action.generation, action.stage, now if begins else since
+        server = generation if stage is KeyStage.RESTARTING else server
+    elif view.admin_admitted:
+        return None
+    files["admin.pub"] = admin.public.decode()
+    metadata = secret["metadata"]
+    preconditions = {"uid": metadata["uid"], "resourceVersion": metadata["resourceVersion"]}
+    annotations = stage_annotations(generation, stage, server=server, since=since)
+    return {"metadata": {**preconditions, "annotations": annotations}, "data": encode(files)}
+
+
 def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:
     """What the link to a resource's coordinator needs, from its `NAME-keys`.
 
     Raises:
         KeyFormatError: when the Secret lacks an entry, or admits another operator's admin key.
     """
-    admitted = _entry(secret, "admin.pub", whole=True).split()
-    if admin.public not in admitted:
+    if admin.public not in _lines(secret, "admin.pub"):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: admin.pub is not this operator's admin key, so its coordinator would refuse every verb; "
-            f"restore Secret {ADMIN_SECRET}, or delete Secret {name} and restart the resource's pods"
+            f"Secret {name}: admin.pub is not this operator's admin key yet, so its coordinator would refuse every verb"
         )
-    return PeerKeys(own=admin, server_public=_entry(secret, "server.pub"))
+    first, *others = _lines(secret, "server.pub")
+    return PeerKeys(own=admin, server_public=first, other_server_publics=tuple(others))
+
+
+def _lines(secret: Object, entry: str) -> list[bytes]:
+    return _entry(secret, entry, whole=True).split()
 
 
 def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:

@@ -36,7 +36,7 @@ class LeaseSettings:
     identity: str
     """Who this is. The same identity means a later start of the same pod, whose earlier process is dead: it may take
     over at once."""
-    duration: float = 15.0
+    duration: float = 10.0
     """Seconds after which a lease that nobody renews is free."""
 
     @property

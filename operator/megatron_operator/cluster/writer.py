@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
-from megatron_operator.cluster.kinds import POD, RESOURCE, kind_of
+from megatron_operator.cluster.kinds import POD, RESOURCE, Kind, kind_of
 from megatron_operator.cluster.projection import SeenChild, SeenResource, project_child, project_resource
 from megatron_operator.plan.world import ChildRef, Manifest
 from megatron_operator.render.context import FIELD_MANAGER
@@ -85,6 +85,13 @@ class Writer:
         self._guard()
         answer = await self._api.create(kind, manifest, manager=FIELD_MANAGER)
         self._count("create", kind.kind)
+        return answer
+
+    async def patch(self, kind: Kind, name: str, *, namespace: str, body: Object) -> Object:
+        """Merge patch; `metadata.uid` and `metadata.resourceVersion` in the body are preconditions. Raises ApiError."""
+        self._guard()
+        answer = await self._api.merge_patch(kind, namespace, name, body, manager=FIELD_MANAGER)
+        self._count("patch", kind.kind)
         return answer
 
     async def delete_child(self, ref: ChildRef, *, namespace: str, uid: str) -> None:

@@ -11,7 +11,7 @@ from itertools import groupby
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.events import Recorder
-from megatron_operator.cluster.keys import new_resource_keys
+from megatron_operator.cluster.keys import new_resource_keys, rotation_patch
 from megatron_operator.cluster.kinds import SECRET
 from megatron_operator.cluster.lease import Elector
 from megatron_operator.cluster.projection import SeenResource
@@ -21,6 +21,7 @@ from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import SignalKind
+from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.world import (
     Action,
     ApplyChild,
@@ -32,6 +33,7 @@ from megatron_operator.plan.world import (
     EmitEvent,
     RaiseFence,
     Refusal,
+    RotateKeys,
     Signal,
 )
 from megatron_operator.render.context import RenderContext
@@ -110,6 +112,10 @@ class Actor:
                     changed = True
                     if not await self._create_keys(action, resource):
                         return changed, False
+                case RotateKeys():
+                    changed = True
+                    if not await self._rotate_keys(action, resource):
+                        return changed, False
                 case DeleteChild():
                     changed = True
                     await self._delete_child(action, resource)
@@ -172,7 +178,9 @@ class Actor:
         ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
         ctx = RenderContext(resource.name, resource.namespace, resource.uid, parse_spec(resource.spec), self._settings)
         try:
-            created = await self._writer.create(keys_secret(ctx, new_resource_keys(self._admin)))
+            files = new_resource_keys(self._admin)
+            manifest = keys_secret(ctx, files, generation=action.generation, since=stamp_seconds(datetime.now(UTC)))
+            created = await self._writer.create(manifest)
         except ApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
                 return self._refused(ref, "", NotOwnedError(ref, namespace=resource.namespace))
@@ -181,6 +189,29 @@ class Actor:
             raise
         self._observer.remember_keys(created)
         self.refusals.pop(ref, None)
+        return True
+
+    async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
+        if self._admin is None:
+            raise ValueError(f"Secret {action.name}: keys were to be rotated, but this operator runs without security")
+        secret = await self._observer.reread_keys(resource)
+        if secret is None:
+            return False
+        patch = rotation_patch(secret, action, self._admin, now=stamp_seconds(datetime.now(UTC)))
+        if patch is None:
+            return True
+        logger.info("rotating keys", extra={"secret": action.name, "stage": action.stage.value})
+        try:
+            written = await self._writer.patch(SECRET, action.name, namespace=resource.namespace, body=patch)
+        except ApiError as error:
+            if error.conflict or error.not_found:
+                await self._observer.reread_keys(resource)
+                return False
+            if error.permanent:
+                ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
+                return self._refused(ref, "", error)
+            raise
+        self._observer.remember_keys(written)
         return True
 
     def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:

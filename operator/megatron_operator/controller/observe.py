@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
-from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys
+from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
 from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, SECRET, SERVICE, kind_of
 from megatron_operator.cluster.projection import (
     SeenChild,
@@ -28,7 +28,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, Refusal, ResourceView, World
+from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Refusal, ResourceView, World
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.wire.security import KeyPair
 
@@ -87,7 +87,8 @@ class Observer:
             pydantic.ValidationError: the stored spec is not one this version understands.
         """
         spec = parse_spec(resource.spec)
-        coordinator = await self._coordinator(resource)
+        secret = await self._read_keys(resource) if self._options.admin is not None else None
+        coordinator = await self._coordinator(resource, secret)
         return World(
             resource=ResourceView(
                 name=resource.name,
@@ -106,19 +107,33 @@ class Observer:
             children=self._cache.views(),
             pods=self._cache.pods(),
             coordinator=coordinator,
+            keys=self._keys_view(secret),
             refusals=refusals,
         )
 
+    async def reread_keys(self, resource: SeenResource) -> Object | None:
+        """The keys Secret as it is now, if it is this resource's."""
+        self._keys = None
+        return await self._read_keys(resource)
+
+    def _keys_view(self, secret: Object | None) -> KeysView | None:
+        if secret is None or self._options.admin is None:
+            return None
+        try:
+            return keys_view(secret, self._options.admin)
+        except KeyFormatError as error:
+            logger.warning("keys cannot be read", extra={"error": str(error)})
+            return None
+
     def remember_keys(self, obj: Object) -> None:
-        """The keys Secret as just created."""
+        """The keys Secret as just written."""
         self._keys = (obj["metadata"]["uid"], obj)
         seen = project_child({**obj, "apiVersion": SECRET.api_version, "kind": SECRET.kind})
         self._cache.read_unwatched(seen.ref, seen)
 
-    async def _coordinator(self, resource: SeenResource) -> CoordinatorSnapshot:
+    async def _coordinator(self, resource: SeenResource, secret: Object | None) -> CoordinatorSnapshot:
         keys = None
         if self._options.admin is not None:
-            secret = await self._read_keys(resource)
             if secret is None:
                 self._link.point_to(None, None)
                 return CoordinatorSnapshot(error="its keys do not exist yet")

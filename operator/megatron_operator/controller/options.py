@@ -29,8 +29,8 @@ class RunOptions:
     """None: the service account when in a pod, else $KUBECONFIG or ~/.kube/config."""
     context: str | None = None
     lease_name: str = "megatron-operator"
-    lease_seconds: float = 15.0
-    """After the death of a leader, its successor begins this much later."""
+    lease_seconds: float = 10.0
+    """After the death of a leader, its successor begins this much later, and a fifth of it at most."""
     identity: str = field(default_factory=default_identity)
     coordinator_address_template: str | None = None
     """None: the cluster IP of each coordinator's Service."""

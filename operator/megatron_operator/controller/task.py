@@ -91,6 +91,7 @@ class ResourceTask:
             while True:
                 self._woken.clear()
                 began = self.busy_since = time.monotonic()
+                asked = 0.0
                 try:
                     pause = await self.run_once()
                     outcome, backoff = "ok", BACKOFF_FIRST
@@ -98,6 +99,9 @@ class ResourceTask:
                     raise
                 except Exception as error:
                     pause, backoff, outcome = backoff, min(2 * backoff, BACKOFF_MAX), "error"
+                    if isinstance(error, ApiError):
+                        asked = error.retry_after
+                        pause = max(pause, asked)
                     self._log_failure(error, pause)
                 finally:
                     self.busy_since = None
@@ -105,7 +109,7 @@ class ResourceTask:
                 self._parts.metrics.seconds.observe(time.monotonic() - began)
                 if pause is None:
                     return
-                await self._sleep(pause, wakeable=outcome == "ok")
+                await self._sleep(pause, fixed=0.0 if outcome == "ok" else max(asked, AFTER_ERROR_SECONDS))
         finally:
             await self._parts.link.close()
 
@@ -158,10 +162,10 @@ class ResourceTask:
         self._eager += 1
         return 0.0 if self._eager <= EAGER_PASSES else 1.0
 
-    async def _sleep(self, pause: float, *, wakeable: bool) -> None:
-        """After an error a wake-up shortens the pause to a second at least: whatever failed is not hammered."""
-        if not wakeable:
-            unconditional = min(pause, AFTER_ERROR_SECONDS)
+    async def _sleep(self, pause: float, *, fixed: float) -> None:
+        """A wake-up shortens the pause, but for its `fixed` part: whatever failed is not hammered."""
+        unconditional = min(pause, fixed)
+        if unconditional:
             await asyncio.sleep(unconditional)
             pause -= unconditional
         try:

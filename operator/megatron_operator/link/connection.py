@@ -65,6 +65,8 @@ class LinkTimings:
     """Longest a pass waits for a fresh STATUS."""
     first_contact: float = 3.0
     """Since it was given an address, how long a pass waits for a connection that should come."""
+    other_key: float = 1.0
+    """A connection that has not come up for so long is tried with the coordinator's other key, where there is one."""
     ack_margin: float = 5.0
     """Added to a signal's own deadline before it counts as unanswered."""
 
@@ -110,6 +112,8 @@ class CoordinatorLink:
         self._canaries = CanaryBook(clock)
         self._error = "no address yet"
         self._incarnation = 0
+        self._attempts = 0
+        self._opened_at = 0.0
         self._coordinator = 0
         self._pointed_at = 0.0
         self._expected = False
@@ -232,7 +236,9 @@ class CoordinatorLink:
         socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
         socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
         if self._keys is not None:
-            self._keys.apply(socket)
+            self._keys.apply(socket, attempt=self._attempts)
+            self._attempts += 1
+        self._opened_at = self._clock()
         socket.connect(self._address)
         self._incarnation = secrets.randbits(64)
         self._socket = EventSocket(socket, self._receive)
@@ -276,12 +282,20 @@ class CoordinatorLink:
                 retry = self._timings.hello_retry
                 await self._poll_once()
                 continue
+            self._try_other_key()
             self._say_hello()
             try:
                 async with asyncio.timeout(retry):
                     await self._registered.wait()
             except TimeoutError:
                 retry = min(2 * retry, self._timings.hello_retry_max)
+
+    def _try_other_key(self) -> None:
+        """While the coordinator's key is rotated it may be either; a connection with the wrong one never comes up."""
+        several = self._keys is not None and self._keys.other_server_publics
+        if several and self._socket is not None and self._clock() - self._opened_at > self._timings.other_key:
+            self._close_socket(f"no answer from {self._address}")
+            self._open_socket()
 
     async def _poll_once(self) -> None:
         """One STATUS, then a pause that a signal cuts short."""

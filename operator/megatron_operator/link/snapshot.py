@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, OperationReport
+from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, KeysInUse, OperationReport
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
 
@@ -37,6 +37,7 @@ def snapshot_of(
                 revision=engine.revision,
                 epoch=engine.epoch,
                 ranks=engine.ranks,
+                digest=engine.digest,
                 in_flight=engine.in_flight,
                 draining=engine.draining,
                 serving=engine.serving,
@@ -46,6 +47,7 @@ def snapshot_of(
         queue_length=reply.queued,
         canaries=dict(canaries or {}),
         idle_seconds=idle_seconds,
+        keys=_keys(reply),
     )
 
 
@@ -81,6 +83,13 @@ def _operation(operation: Operation) -> OperationReport:
         confirmed_ranks=operation.ranks,
         total_ranks=operation.total_ranks,
     )
+
+
+def _keys(reply: StatusReply) -> KeysInUse | None:
+    found = reply.keys
+    if found is None:
+        return None
+    return KeysInUse(found.server, frozenset(found.admitted), frozenset(found.connected))
 
 
 def _words(code: int | None, error: str | None) -> str:

@@ -55,6 +55,7 @@ class Reason(Documented):
     )
     SCALING_DOWN = "ScalingDown", "Surplus engines drain, highest index first, and are removed."
     ROLLING_OUT = "RollingOut", "Engines are replaced one after another by the spec's new revision."
+    ROTATING_KEYS = "RotatingKeys", "The components take new CURVE keys, one step after another."
     CANARY_FAILED = "CanaryFailed", "A replaced engine answers wrongly; the rollout stops there until the spec changes."
     REPLACING_MODEL = "ReplacingModel", "The model itself changed: all engines and servers are replaced together."
     IMAGE_PULL_FAILED = "ImagePullFailed", "An image cannot be pulled."

@@ -330,6 +330,19 @@ class LifecycleSpec(ApiModel):
     restart_budget: RestartBudget = section(RestartBudget, "When crashing engines are given up on.")
 
 
+class KeysSpec(ApiModel):
+    generation: int = Field(
+        default=1,
+        ge=1,
+        le=1_000_000_000,
+        description="Raise it to have all CURVE keys replaced while requests go on. It is absolute: what status.keys "
+        "has reached already is not done again.",
+    )
+    rotate_after_days: int | None = Field(
+        default=None, ge=1, le=36500, description="Keys of this age are replaced by themselves; never when absent."
+    )
+
+
 class RolloutSpec(ApiModel):
     max_unavailable: int = Field(default=1, ge=1, le=1024, description="Engines that a rollout may take out at once.")
 
@@ -387,6 +400,7 @@ class MegatronInferenceSpec(ApiModel):
     coordinator: CoordinatorSpec = section(CoordinatorSpec, "The coordinator.")
     server: ServerSpec = section(ServerSpec, "The OpenAI front end.")
     lifecycle: LifecycleSpec = section(LifecycleSpec, "How the verbs behave.")
+    keys: KeysSpec = section(KeysSpec, "When the keys are replaced that the components know each other by.")
     rollout: RolloutSpec = section(RolloutSpec, "How changes reach the engines.")
 
     @model_validator(mode="after")

@@ -17,6 +17,7 @@ __all__ = [
     "CoordinatorState",
     "DesiredState",
     "EngineState",
+    "KeyStage",
     "LifecyclePhase",
     "OperationOutcome",
     "ResourceState",
@@ -80,6 +81,15 @@ class LifecyclePhase(StrEnum):
     CONFIRMED = "Confirmed"  # every rank confirmed
     UNKNOWN = "Unknown"  # sent, and the coordinator cannot be asked what became of it
     FAILED = "Failed"  # the coordinator answered with an error
+
+
+class KeyStage(StrEnum):
+    """`status.keys.stage`: what `NAME-keys` holds during a rotation, and what is waited for before the next stage."""
+
+    SETTLED = "Settled"  # one generation
+    ADMITTING = "Admitting"  # two are admitted, the old one is used; until the coordinator admits the new one
+    SWITCHING = "Switching"  # engines and servers use the new one; until none of them is connected with the old one
+    RESTARTING = "Restarting"  # the coordinator is started anew with the new one; until it answers with it
 
 
 class OperationOutcome(StrEnum):

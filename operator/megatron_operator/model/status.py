@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field
 
 from megatron_operator.model.base import ApiModel
-from megatron_operator.model.states import DesiredState, LifecyclePhase, ResourceState, SignalKind
+from megatron_operator.model.states import DesiredState, KeyStage, LifecyclePhase, ResourceState, SignalKind
 
 HISTORY_LENGTH = 16
 TIME: dict[str, Any] = {"format": "date-time"}
@@ -56,6 +56,12 @@ class WeightsStatus(ApiModel):
     model: str = Field(description="Hash of the model they are weights of.")
 
 
+class KeysStatus(ApiModel):
+    generation: int = Field(description="Generation of the CURVE keys; during a rotation the new one.")
+    stage: KeyStage = Field(description="How far its rotation has come.")
+    since: str | None = Field(default=None, description="When this generation was made.", json_schema_extra=TIME)
+
+
 class Plan(ApiModel):
     step: str = Field(description="What is being done.")
     waiting_on: str = Field(description="What it is waiting for, in one sentence.")
@@ -73,6 +79,7 @@ class EngineStatus(ApiModel):
     revision: str = Field(default="", description="Revision of its pods.")
     epoch: int = Field(default=0, description="Generation epoch of its weights.")
     ranks: int = Field(default=0, description="Ranks registered.")
+    digest: str | None = Field(default=None, description="Of its weights, as it reports; equal weights, equal digest.")
     canary: str | None = Field(
         default=None,
         description="After a rollout replaced it: Pending, Passed, Failed, or Skipped where none can be sent.",
@@ -113,6 +120,7 @@ class MegatronInferenceStatus(ApiModel):
     )
     lifecycle: Lifecycle | None = Field(default=None, description="The verb under way, or the last one.")
     weights: WeightsStatus | None = Field(default=None, description="What spec.weights has become of.")
+    keys: KeysStatus | None = Field(default=None, description="The keys that its components know each other by.")
     plan: Plan | None = Field(default=None, description="What the operator waits for; absent when nothing.")
     engines: list[EngineStatus] | None = Field(
         default=None,

@@ -51,7 +51,22 @@ class Scene:
         spec, held = resource.spec, self.weights_held
         if held is not None and spec.weights is not None:
             spec = spec.model_copy(update={"weights": spec.weights.model_copy(update={"revision": held})})
-        return RenderContext(resource.name, resource.namespace, resource.uid, spec, self.world.settings)
+        return RenderContext(
+            resource.name, resource.namespace, resource.uid, spec, self.world.settings, self.server_key
+        )
+
+    @cached_property
+    def server_key(self) -> int:
+        """Generation of the coordinator's own key: as the Secret says, or as the Secret to be made will."""
+        if self.world.keys is not None:
+            return self.world.keys.server_generation
+        return self.next_keys
+
+    @cached_property
+    def next_keys(self) -> int:
+        """Generation of keys that are made because there are none: another than any that was."""
+        lost = (self.status.get("keys") or {}).get("generation", 0)
+        return max(int(lost) + 1, self.world.resource.spec.keys.generation)
 
     @cached_property
     def weights_held(self) -> str | None:
@@ -394,8 +409,7 @@ class Scene:
     def _bare_ctx(self) -> RenderContext:
         spec = self.ctx.spec
         bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None})})
-        ctx = self.ctx
-        return RenderContext(ctx.name, ctx.namespace, ctx.uid, bare, ctx.settings)
+        return replace(self.ctx, spec=bare)
 
     @cached_property
     def template_error(self) -> str | None:

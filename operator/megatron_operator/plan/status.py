@@ -6,6 +6,7 @@ changes nothing writes nothing; nothing that changes with traffic is in it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
@@ -66,6 +67,9 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     weights = _weights(scene, serving=bool(serving))
     if weights is not None:
         status["weights"] = weights
+    keys = _keys(scene)
+    if keys is not None:
+        status["keys"] = keys
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
@@ -79,6 +83,18 @@ def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
         return None
     held = scene.weights_held or (wanted.revision if serving else None)
     return None if held is None else {"revision": held, "model": scene.model_identity}
+
+
+def _keys(scene: Scene) -> Mapping[str, Any] | None:
+    """What was last known of the keys outlives their Secret: the next ones are another generation."""
+    found = scene.world.keys
+    if found is None:
+        return scene.status.get("keys")
+    return {
+        "generation": found.generation,
+        "stage": found.stage.value,
+        **({"since": found.since} if found.since else {}),
+    }
 
 
 def _updated(engine: EngineView) -> bool:
@@ -133,6 +149,7 @@ def _engine(scene: Scene, engine: EngineView) -> dict[str, Any]:
         "revision": engine.statefulset.revision if engine.statefulset else _last_revision(scene, engine),
         "epoch": report.epoch if report else 0,
         "ranks": report.ranks if report else 0,
+        **({"digest": report.digest} if report and report.digest else {}),
         **({"canary": engine.canary.value} if engine.canary else {}),
         **({"canaryMessage": engine.canary_message[:400]} if engine.canary_message else {}),
         **engine.budget.to_status(),

@@ -10,7 +10,7 @@ from __future__ import annotations
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import Action, ApplyChild, ChildRef, CreateKeys, DeleteChild, Manifest
+from megatron_operator.plan.world import Action, ApplyChild, ChildRef, CreateKeys, DeleteChild, Manifest, RotateKeys
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
@@ -35,7 +35,10 @@ def upkeep(scene: Scene) -> list[Action]:
     """Applies and deletions that are right whatever policy decides."""
     actions: list[Action] = []
     if scene.world.settings.security and ChildRef("Secret", scene.ctx.keys_name) not in scene.world.children:
-        actions.append(CreateKeys(scene.ctx.keys_name))
+        actions.append(CreateKeys(scene.ctx.keys_name, scene.next_keys))
+    keys = scene.world.keys
+    if keys is not None and not keys.admin_admitted:
+        actions.append(RotateKeys(scene.ctx.keys_name, keys.generation, keys.stage))
     actions += [
         apply(manifest) for manifest in scene.shared[0] if _due(scene, manifest) and _may_apply(scene, manifest)
     ]

@@ -20,7 +20,7 @@ from typing import Any
 
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
-from megatron_operator.model.states import CoordinatorState, EngineState, OperationOutcome, SignalKind
+from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
@@ -122,6 +122,8 @@ class EngineReport:
     revision: str = ""
     epoch: int = 0
     ranks: int = 1
+    digest: str = ""
+    """Of its weights; empty when it does not say."""
     in_flight: int = 0
     serving: bool = True
     """It said HELLO with `serving: true`; before that it loads and takes part in nothing."""
@@ -157,6 +159,35 @@ class CanaryReport:
 
 
 @dataclass(frozen=True, slots=True)
+class KeysInUse:
+    """Public keys, as a coordinator reports them."""
+
+    server: str
+    admitted: frozenset[str]
+    connected: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class KeysView:
+    """The Secret `NAME-keys`, without its secrets (see `render.keys` for its stages)."""
+
+    generation: int
+    stage: KeyStage
+    server_generation: int
+    """Of the coordinator's own key."""
+    since: str | None
+    """When the generation was made."""
+    old: frozenset[str] = frozenset()
+    """Public keys of engines and clients that a rotation takes out; empty when settled."""
+    new: frozenset[str] = frozenset()
+    """Those of the generation."""
+    server: str = ""
+    """Public half of the coordinator's own key, as it is or, at Restarting, as it is to be."""
+    admin_admitted: bool = True
+    """This operator's admin key opens the admin port."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
     """The coordinator's answer to STATUS, or the fact that there is none."""
 
@@ -175,6 +206,8 @@ class CoordinatorSnapshot:
     """How long this process has seen no request queued or in flight there."""
     canaries: Mapping[str, CanaryReport] = field(default_factory=dict)
     """The last canary of each engine, by name; kept by this process alone."""
+    keys: KeysInUse | None = None
+    """None: it does not say, or there is no encryption."""
 
 
 UNREACHABLE = CoordinatorSnapshot()
@@ -207,6 +240,8 @@ class World:
     children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     coordinator: CoordinatorSnapshot = UNREACHABLE
+    keys: KeysView | None = None
+    """None: no security, or there is no such Secret (yet)."""
     refusals: Mapping[ChildRef, Refusal] = field(default_factory=dict)
 
 
@@ -218,6 +253,17 @@ class CreateKeys:
     """Make the CURVE pairs of `NAME-keys` and create the Secret (`render.keys.keys_secret`), unless it exists."""
 
     name: str
+    generation: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class RotateKeys:
+    """Bring `NAME-keys` to this stage of this generation from the stage before it, and let it admit this operator's
+    admin key alone. Does nothing where that is so already."""
+
+    name: str
+    generation: int
+    stage: KeyStage
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,7 +343,7 @@ class EmitEvent:
     message: str
 
 
-Action = CreateKeys | ApplyChild | DeleteChild | DeletePods | Signal | AskCanary | RaiseFence | EmitEvent
+Action = CreateKeys | RotateKeys | ApplyChild | DeleteChild | DeletePods | Signal | AskCanary | RaiseFence | EmitEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ LABEL_WEIGHTS = f"{GROUP}/weights"
 LABEL_POD_INDEX = "apps.kubernetes.io/pod-index"
 ANNOTATION_HASH = f"{GROUP}/hash"
 ANNOTATION_MODEL = f"{GROUP}/model"
+ANNOTATION_SERVER_KEY = f"{GROUP}/server-key"
 
 COORDINATOR, SERVER, ENGINE = "coordinator", "server", "engine"
 
@@ -45,6 +46,8 @@ class RenderContext:
     uid: str
     spec: MegatronInferenceSpec
     settings: Settings
+    server_key: int = 1
+    """Generation of the coordinator's own key; it is read at its start, so another one starts it anew."""
 
     @property
     def coordinator_name(self) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_operator.render.context import (
+    ANNOTATION_SERVER_KEY,
     COORDINATOR,
     PORT_ADMIN,
     PORT_CLIENT,
@@ -62,6 +63,9 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
         keys=KEYS,
         overlay=ctx.spec.coordinator.pod_template,
     )
+    if ctx.server_key > 1:
+        annotations = template["metadata"].get("annotations") or {}
+        template["metadata"]["annotations"] = {**annotations, ANNOTATION_SERVER_KEY: str(ctx.server_key)}
     spec = {
         "replicas": 1,
         "strategy": {"type": "Recreate"},

@@ -49,6 +49,7 @@ def engine_args(ctx: RenderContext, index: int) -> list[str]:
         *("--coordinator", ctx.coordinator_address(PORT_ENGINE)),
         *("--name", ctx.engine_name(index)),
         *("--model", model_argument(ctx)),
+        *("--model-hash", model_hash(ctx)),
         *("--dtype", spec.model.dtype.value.lower()),
         *("--max-sequence-length", str(spec.model.max_sequence_length)),
         *("--kv-cache-memory", batching.kv_cache_memory),

@@ -1,17 +1,47 @@
-"""Secret `NAME-keys`: CURVE key pairs of one resource. Created once, outside server-side apply, never rewritten."""
+"""Secret `NAME-keys`: the CURVE pairs of one resource, of two generations while they are rotated. Pure.
+
+A file holds one key a line. A port admits every key of its `.pub` file; a process uses the first line of its own
+`.key`, and tries the lines of `server.pub` in turn. So a rotation is three rewritings of the Secret, each of which
+every process can live with whenever it comes to see it (`model.states.KeyStage` says what is waited for between them):
+
+    stage        engine.key, client.key   their .pub   server.key   server.pub
+    Settled      A                        A            A            A
+    Admitting    A B                      A B          A B          A B
+    Switching    B                        A B          A B          A B
+    Restarting   B                        A B          B            B A
+    Settled      B                        B            B            B
+"""
 
 from __future__ import annotations
 
 import base64
 from collections.abc import Mapping
 
+from megatron_operator.model.resource import GROUP
+from megatron_operator.model.states import KeyStage
 from megatron_operator.render.context import Manifest, RenderContext, child
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
+PEERS = ("engine", "client")
+ANNOTATION_GENERATION = f"{GROUP}/keys-generation"
+ANNOTATION_STAGE = f"{GROUP}/keys-stage"
+ANNOTATION_SINCE = f"{GROUP}/keys-since"
+ANNOTATION_SERVER = f"{GROUP}/keys-server"
+
+AFTER: dict[KeyStage, KeyStage] = {
+    KeyStage.SETTLED: KeyStage.ADMITTING,
+    KeyStage.ADMITTING: KeyStage.SWITCHING,
+    KeyStage.SWITCHING: KeyStage.RESTARTING,
+    KeyStage.RESTARTING: KeyStage.SETTLED,
+}
+"""The one stage that may follow each."""
+
+Files = Mapping[str, str]
+"""Z85 text by entry name, one key a line."""
 
 
-def keys_secret(ctx: RenderContext, data: Mapping[str, str]) -> Manifest:
-    """The Secret for `data`, Z85 text by entry name.
+def keys_secret(ctx: RenderContext, data: Files, *, generation: int = 1, since: str = "") -> Manifest:
+    """A fresh Secret.
 
     Raises:
         ValueError: when an entry is missing or unknown.
@@ -19,5 +49,43 @@ def keys_secret(ctx: RenderContext, data: Mapping[str, str]) -> Manifest:
     if set(data) != set(KEY_NAMES):
         wrong = sorted(set(data) ^ set(KEY_NAMES))
         raise ValueError(f"keys: missing or unknown entries {wrong}; give exactly {list(KEY_NAMES)}")
-    encoded = {name: base64.b64encode(data[name].encode()).decode() for name in KEY_NAMES}
-    return child(ctx, "Secret", ctx.keys_name, type="Opaque", immutable=True, data=encoded)
+    manifest = child(ctx, "Secret", ctx.keys_name, type="Opaque", data=encode(data))
+    manifest["metadata"]["annotations"] = stage_annotations(
+        generation, KeyStage.SETTLED, server=generation, since=since
+    )
+    return manifest
+
+
+def encode(data: Files) -> dict[str, str]:
+    """As a Secret holds it."""
+    return {name: base64.b64encode(data[name].encode()).decode() for name in KEY_NAMES}
+
+
+def stage_annotations(generation: int, stage: KeyStage, *, server: int, since: str) -> dict[str, str]:
+    """server: generation of the coordinator's own key."""
+    return {
+        ANNOTATION_GENERATION: str(generation),
+        ANNOTATION_STAGE: stage.value,
+        ANNOTATION_SERVER: str(server),
+        ANNOTATION_SINCE: since,
+    }
+
+
+def next_files(files: Files, stage: KeyStage, *, fresh: Files) -> dict[str, str]:
+    """The files of `stage`, from those of the stage before it.
+
+    Args:
+        fresh: the pairs of the new generation, used by ADMITTING only.
+    """
+    pairs = [f"{role}.{half}" for role in ("server", *PEERS) for half in ("key", "pub")]
+    lines = {name: files[name].split() for name in pairs}
+    if stage is KeyStage.ADMITTING:
+        lines = {name: [found[0], fresh[name].strip()] for name, found in lines.items()}
+    elif stage is KeyStage.SWITCHING:
+        lines |= {f"{role}.key": lines[f"{role}.key"][-1:] for role in PEERS}
+    elif stage is KeyStage.RESTARTING:
+        lines |= {"server.key": lines["server.key"][-1:], "server.pub": lines["server.pub"][::-1]}
+    else:
+        lines |= {f"{role}.pub": lines[f"{role}.pub"][-1:] for role in PEERS}
+        lines["server.pub"] = lines["server.pub"][:1]
+    return {**files, **{name: "\n".join(found) for name, found in lines.items()}}

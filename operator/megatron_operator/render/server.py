@@ -35,6 +35,7 @@ def server_args(ctx: RenderContext) -> list[str]:
         *("--coordinator", ctx.coordinator_address(PORT_CLIENT)),
         *("--model", model_argument(ctx)),
         *("--model-name", ctx.model_name),
+        *("--model-hash", model_hash(ctx)),
         *("--host", "0.0.0.0"),
         *("--port", str(PORT_HTTP)),
         *keys_args(ctx),

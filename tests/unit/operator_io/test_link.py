@@ -212,6 +212,19 @@ async def test_curve_keys_open_the_port_and_wrong_ones_do_not(make_link: Any, ma
     assert len(port.known) == 1
 
 
+async def test_of_two_keys_of_the_coordinator_the_one_it_has_is_found(make_link: Any, make_admin_port: Any) -> None:
+    server, admin = KeyPair.generate(), KeyPair.generate()
+
+    def secure(socket: zmq.Socket[bytes]) -> None:
+        socket.curve_server = True
+        socket.curve_publickey, socket.curve_secretkey = server.public, server.secret
+
+    port = make_admin_port(secure)
+    keys = PeerKeys(own=admin, server_public=KeyPair.generate().public, other_server_publics=(server.public,))
+    link, changes = make_link(port.address, keys)
+    await changes.until(lambda: link.snapshot.reachable)
+
+
 async def test_new_address_moves_the_link_and_close_says_goodbye(make_link: Any, make_admin_port: Any) -> None:
     old, new = make_admin_port(), make_admin_port()
     link, changes = make_link(old.address)

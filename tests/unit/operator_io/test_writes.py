@@ -10,10 +10,10 @@ import pytest
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import (
-    ADMIN_SECRET,
     KeyFormatError,
     admin_peer_keys,
     ensure_admin_keys,
+    keys_view,
     new_resource_keys,
 )
 from megatron_operator.cluster.kinds import CHILD_KINDS, SERVICE, kind_of
@@ -142,8 +142,9 @@ async def test_admin_key_is_made_once_and_admitted_by_every_resource(store: Any,
 async def test_keys_that_do_not_admit_this_operator_are_named(store: Any, writer: Writer) -> None:
     admin = await ensure_admin_keys(store, writer, namespace="system")
     other = await ensure_admin_keys(store, writer, namespace="elsewhere")
-    with pytest.raises(KeyFormatError, match=f"restore Secret {ADMIN_SECRET}"):
+    with pytest.raises(KeyFormatError, match="is not this operator's admin key yet"):
         admin_peer_keys(keys_secret(new_resource_keys(other)), admin)
+    assert not keys_view(keys_secret(new_resource_keys(other)), admin).admin_admitted
     with pytest.raises(KeyFormatError, match=r"entry server\.pub is missing"):
         admin_peer_keys(keys_secret({"admin.pub": admin.public.decode()}), admin)
 

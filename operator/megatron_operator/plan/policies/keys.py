@@ -1,0 +1,74 @@
+"""The policy that rotates CURVE keys: from what the Secret holds and the coordinator reports to the next stage.
+
+Every stage waits until it is seen to have arrived: the kubelet brings a changed Secret to each pod in its own time.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.states import KeyStage
+from megatron_operator.plan.clock import parse
+from megatron_operator.plan.policies.engines import running
+from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.scene import Scene
+from megatron_operator.plan.world import EmitEvent, KeysView, RotateKeys
+from megatron_operator.render.keys import AFTER
+
+LOOK_SECONDS = 2.0
+"""What a coordinator says of its keys wakes no task by itself while it stays as it is."""
+
+
+def wanted_generation(scene: Scene, keys: KeysView) -> int:
+    """The generation that the spec, or the age of the present one, asks for; never one of before."""
+    spec = scene.world.resource.spec.keys
+    made = parse(keys.since)
+    if spec.rotate_after_days is not None and made is not None:
+        aged = scene.world.now - made >= timedelta(days=spec.rotate_after_days)
+        return max(spec.generation, keys.generation + aged)
+    return max(spec.generation, keys.generation)
+
+
+def rotate_keys(scene: Scene) -> Verdict | None:
+    """Keys of another generation are wanted: both are admitted, everybody takes the new, the old are taken out."""
+    keys = scene.world.keys
+    if keys is None:
+        return None
+    if keys.stage is KeyStage.SETTLED:
+        wanted = wanted_generation(scene, keys)
+        if wanted == keys.generation or not running(scene):
+            return None
+        return _go_on(scene, wanted, KeyStage.ADMITTING, "the new keys to be admitted beside the old")
+    found = _unfinished(scene, keys)
+    if found is None:
+        return _go_on(scene, keys.generation, AFTER[keys.stage], "the Secret to be written")
+    return waiting(scene, Reason.ROTATING_KEYS, _step(keys.generation), found, requeue_after=LOOK_SECONDS)
+
+
+def _step(generation: int) -> str:
+    return f"rotating the keys to generation {generation}"
+
+
+def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
+    name = scene.ctx.keys_name
+    actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
+    if stage is KeyStage.SETTLED:
+        said = f"all components use the keys of generation {generation}; those before are refused"
+        actions = (*actions, EmitEvent("Normal", "KeysRotated", said))
+    return waiting(scene, Reason.ROTATING_KEYS, _step(generation), waits_for, actions=actions)
+
+
+def _unfinished(scene: Scene, keys: KeysView) -> str | None:
+    """What the present stage still waits for; None when it is reached."""
+    coordinator, used = scene.world.coordinator, scene.world.coordinator.keys
+    if not coordinator.reachable or used is None:
+        return "the coordinator to say which keys it knows"
+    if keys.stage is KeyStage.ADMITTING:
+        return None if keys.new <= used.admitted else "the coordinator to admit the new keys, which a kubelet brings"
+    if keys.stage is KeyStage.SWITCHING:
+        old = keys.old & used.connected
+        if old:
+            return "engines and servers to take up their new keys, which kubelets bring"
+        return None if running(scene) else "the resource to run: its coordinator is to be started anew"
+    return None if keys.server == used.server else "the coordinator to come back with its new key"

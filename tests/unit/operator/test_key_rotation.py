@@ -1,0 +1,155 @@
+"""Keys are rotated one stage after another, each only when the one before is seen to have arrived."""
+
+from __future__ import annotations
+
+import base64
+import itertools
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import zmq
+from small_cluster import MINIMAL, Cluster
+
+from megatron_operator.model.states import KeyStage
+from megatron_operator.plan.world import RotateKeys
+from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
+from megatron_runtime.wire.security import generate_key_files
+
+PAIRS = ("server", "engine", "client")
+
+
+def _running(**spec: Any) -> Cluster:
+    cluster = Cluster({**MINIMAL, **spec})
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 1
+    return cluster
+
+
+def _files(cluster: Cluster) -> dict[str, list[str]]:
+    data = cluster.objects[cluster.secret]["data"]
+    return {name: base64.b64decode(text).decode().split() for name, text in data.items()}
+
+
+def test_a_raised_generation_replaces_every_pair_and_restarts_the_coordinator_once() -> None:
+    cluster = _running()
+    before = _files(cluster)
+    cluster.patch(keys={"generation": 3})
+    cluster.settle()
+    after = _files(cluster)
+    for name in (f"{role}.{half}" for role in PAIRS for half in ("key", "pub")):
+        assert len(after[name]) == 1
+        assert after[name] != before[name], name
+    assert after["admin.pub"] == before["admin.pub"]
+    assert cluster.status["keys"]["generation"] == 3
+    assert cluster.status["keys"]["stage"] == "Settled"
+    assert cluster.log.count("the coordinator is started anew") == 1
+    assert cluster.state == "Running"
+    assert [event.reason for event in cluster.events].count("KeysRotated") == 1
+    assert cluster.deleted_pods == []
+
+
+def test_the_same_generation_again_and_a_lower_one_do_nothing() -> None:
+    cluster = _running(keys={"generation": 1})
+    cluster.patch(keys={"generation": 4})
+    cluster.settle()
+    held = _files(cluster)
+    cluster.patch(keys={"generation": 2})
+    cluster.settle()
+    assert _files(cluster) == held
+
+
+def test_the_old_keys_go_only_after_nobody_uses_them() -> None:
+    cluster = _running()
+    cluster.kubelet_brings_keys = False
+    cluster.patch(keys={"generation": 2})
+    for _ in range(30):
+        cluster.step()
+        cluster.tick()
+    assert cluster.status["keys"]["stage"] == "Admitting"
+    assert "a kubelet brings" in cluster.status["plan"]["waitingOn"]
+    assert cluster.condition("Ready")["status"] == "True"
+    assert cluster.condition("Ready")["reason"] == "RotatingKeys"
+    cluster.kubelet_brings_keys = True
+    cluster.settle()
+    assert cluster.status["keys"]["stage"] == "Settled"
+
+
+def test_keys_of_an_age_are_rotated_by_themselves_and_then_rest() -> None:
+    cluster = _running(keys={"rotateAfterDays": 30})
+    cluster.now += timedelta(days=29)
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 1
+    cluster.now += timedelta(days=2)
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 2
+    cluster.now += timedelta(days=20)
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 2
+
+
+def test_a_rotation_waits_while_paused_and_goes_on_when_it_runs() -> None:
+    cluster = _running()
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    held = _files(cluster)
+    cluster.patch(keys={"generation": 2})
+    cluster.settle()
+    assert _files(cluster) == held
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 2
+
+
+def test_an_operator_that_dies_between_any_two_actions_ends_with_the_same_generation() -> None:
+    cluster = _running()
+    cluster.patch(keys={"generation": 2})
+    for pass_number in range(40):
+        cluster.step(crash_after=pass_number % 2)
+        cluster.tick()
+    cluster.settle()
+    assert cluster.status["keys"] == {**cluster.status["keys"], "generation": 2, "stage": "Settled"}
+    assert cluster.log.count("the coordinator is started anew") == 1
+
+
+def test_a_lost_secret_is_made_anew_as_another_generation() -> None:
+    cluster = _running()
+    del cluster.objects[cluster.secret]
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 2
+    assert cluster.log.count("the coordinator is started anew") == 1
+
+
+def test_another_admin_key_is_let_in_and_the_old_one_out() -> None:
+    cluster = _running()
+    cluster.admin = type(cluster.admin).generate()
+    cluster.settle()
+    assert _files(cluster)["admin.pub"] == [cluster.admin.public.decode()]
+
+
+def test_a_decision_made_from_an_older_secret_is_refused() -> None:
+    cluster = _running()
+    with pytest.raises(ValueError, match="not the stage before Restarting"):
+        cluster.act(RotateKeys("demo-keys", 2, KeyStage.RESTARTING))
+
+
+def test_between_any_two_neighbouring_stages_every_pair_of_processes_understands_each_other() -> None:
+    files: dict[str, str] = generate_key_files()
+    stage, seen = KeyStage.SETTLED, [files]
+    for _ in AFTER:
+        stage = AFTER[stage]
+        files = next_files(files, stage, fresh=generate_key_files())
+        assert set(files) >= set(KEY_NAMES)
+        seen.append(files)
+    for older, newer in itertools.pairwise(seen):
+        for coordinator, peer in ((older, newer), (newer, older), (older, older), (newer, newer)):
+            for role in ("engine", "client"):
+                own = peer[f"{role}.key"].split()[0]
+                admitted = coordinator[f"{role}.pub"].split()
+                assert _public(own) in admitted
+            assert _public(coordinator["server.key"].split()[0]) in peer["server.pub"].split()
+
+
+def _public(secret: str) -> str:
+
+    return zmq.curve_public(secret.encode()).decode()
