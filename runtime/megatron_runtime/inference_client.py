@@ -89,6 +89,7 @@ class InferenceClient(EngineVerbs):
     deserialize: what a future gives: None a DynamicInferenceRequestRecord, True its merged request, False a map.
     keys:        for a coordinator with CURVE keys.
     name:        stable identity; None makes one up.
+    model:       hash of the model that requests are made for; engines of another do not answer them. Empty: any.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class InferenceClient(EngineVerbs):
         deserialize: bool | None = None,
         keys: PeerKeys | None = None,
         name: str | None = None,
+        model: str = "",
     ) -> None:
         self.completion_futures: dict[int, asyncio.Future[Any]] = {}
         self.streams: dict[int, AsyncStream] = {}
@@ -111,11 +113,12 @@ class InferenceClient(EngineVerbs):
         self._link = PeerLink(
             coordinator_address(inference_coordinator_port),
             keys=keys,
-            hello=lambda incarnation: Hello(role=Role.CLIENT, name=self._name, incarnation=incarnation),
+            hello=lambda incarnation: Hello(role=Role.CLIENT, name=self._name, incarnation=incarnation, model=model),
             on_ack=self._on_ack,
             on_message=self._on_message,
         )
         self._calls = ControlCalls(self._link.send, address=self._link.address)
+        self.listener_task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ids = threading.Lock()
         self._ever_registered = False
@@ -144,11 +147,22 @@ class InferenceClient(EngineVerbs):
             HandshakeRefusedError: the coordinator refused.
         """
         self._loop = loop or asyncio.get_running_loop()
-        starting = self._link.start(connect_timeout_seconds=connect_timeout_seconds)
         if self._loop is asyncio.get_running_loop():
-            await starting
+            await self._start(connect_timeout_seconds)
         else:
-            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(starting, self._loop))
+            starting = asyncio.run_coroutine_threadsafe(self._start(connect_timeout_seconds), self._loop)
+            await asyncio.wrap_future(starting)
+
+    async def _start(self, connect_timeout_seconds: float) -> None:
+        await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
+        self.listener_task = asyncio.create_task(self._recv_task(), name=f"{self._name} listens")
+        self.listener_task.add_done_callback(lambda _: self._stop())
+
+    async def _recv_task(self) -> None:
+        """Lasts while the client listens. Messages are handled as they come, not here; but whoever cancels this task,
+        as the end of its loop does, stops the client.
+        """
+        await asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
         """Leave: pending futures are cancelled, open streams end, the coordinator aborts what is open. Idempotent."""
@@ -158,7 +172,11 @@ class InferenceClient(EngineVerbs):
             self._stop()
 
     def _stop(self) -> None:
+        if self._stopped:
+            return
         self._stopped = True
+        if self.listener_task is not None and self._loop is not None and not self._loop.is_closed():
+            self.listener_task.cancel()
         for request in list(self._open.values()):
             self._forget(request)
             self._end(request)
@@ -184,14 +202,18 @@ class InferenceClient(EngineVerbs):
         sampling_params: SamplingParams,
         *,
         deadline_seconds: float | None = None,
+        engine: str = "",
     ) -> asyncio.Future[Any]:
         """Submit now. The future gives the answer, or raises RequestRejectedError; cancelling it aborts the request.
 
         prompt:           token ids, shape [n]; text only where the coordinator has a tokenizer.
         deadline_seconds: after that the coordinator gives the request up.
+        engine:           name of the one engine that may answer; the request fails with it. Empty: any.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        request = self._new_request(prompt, sampling_params, streaming=False, deadline_seconds=deadline_seconds)
+        request = self._new_request(
+            prompt, sampling_params, streaming=False, deadline_seconds=deadline_seconds, engine=engine
+        )
         request.future = future
         future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
         self._at_home(lambda: self._submit(request))
@@ -203,6 +225,7 @@ class InferenceClient(EngineVerbs):
         sampling_params: SamplingParams,
         *,
         deadline_seconds: float | None = None,
+        engine: str = "",
     ) -> AsyncStream:
         """Submit now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, then `{"final": reply}`.
 
@@ -211,7 +234,9 @@ class InferenceClient(EngineVerbs):
         aborts the request.
         """
         sampling_params.streaming = True
-        request = self._new_request(prompt, sampling_params, streaming=True, deadline_seconds=deadline_seconds)
+        request = self._new_request(
+            prompt, sampling_params, streaming=True, deadline_seconds=deadline_seconds, engine=engine
+        )
         reader = None if self._is_home() else running_loop()
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
@@ -236,6 +261,7 @@ class InferenceClient(EngineVerbs):
         *,
         streaming: bool,
         deadline_seconds: float | None,
+        engine: str,
     ) -> PendingRequest:
         text = isinstance(prompt, str)
         body = prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt)
@@ -253,6 +279,7 @@ class InferenceClient(EngineVerbs):
                 text=text,
                 priority=sampling_params.priority,
                 cache_salt=sampling_params.cache_salt or "",
+                engine=engine,
             ),
             prompt=body,
             params=pack(sampling_params.serialize()),
@@ -375,6 +402,10 @@ class InferenceClient(EngineVerbs):
         return record.merge() if self._deserialize else record
 
     # --- control ------------------------------------------------------------------------------------------------
+
+    def shutdown_coordinator(self) -> None:
+        """End the coordinator. Taken on the one port of a library's coordinator only: a cluster's is not a client's."""
+        self._at_home(lambda: self._link.send([pack([int(Header.SHUTDOWN)])]))
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))

@@ -86,6 +86,7 @@ class PeerLink:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._socket: EventSocket | None = None
         self._incarnation = 0
+        self._key_stamp: tuple[int, int] | None = None
         self._attempts = 0
         self._lost = False
         self._heard = 0.0
@@ -167,6 +168,7 @@ class PeerLink:
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
         if self._keys is not None:
             # A connection may have failed because the keys changed.
+            self._key_stamp = self._keys.stamp()
             self._keys = self._keys.refreshed()
             self._keys.apply(socket, attempt=self._attempts)
             self._attempts += 1
@@ -192,14 +194,30 @@ class PeerLink:
         if self._now() - self._heard > SILENCE_SECONDS:
             if self.registered:
                 logger.warning("the coordinator at %s has been silent for %.0f s", self.address, SILENCE_SECONDS)
-            self._lose()
-            if self._socket is not None:
-                self._socket.close()
-            self._open()
+            self._reopen()
+        elif self._own_key_changed():
+            logger.info("another key of its own: registering anew with it at %s", self.address)
+            self._reopen()
         elif self.registered:
             self.beat()
         else:
             self.say_hello()
+
+    def _own_key_changed(self) -> bool:
+        """A rotated key is taken up while the one before is still admitted, so that nobody has to be cut off."""
+        if self._keys is None:
+            return False
+        stamp = self._keys.stamp()
+        if stamp is None or stamp == self._key_stamp:
+            return False
+        self._key_stamp = stamp
+        return self._keys.refreshed().own != self._keys.own
+
+    def _reopen(self) -> None:
+        self._lose()
+        if self._socket is not None:
+            self._socket.close()
+        self._open()
 
     def _lose(self) -> None:
         self._lost = True

@@ -1,4 +1,4 @@
-"""Stands between peers and a coordinator, and loses, doubles and delays the acknowledgements that pass."""
+"""Stands between peers and a coordinator, and loses, doubles and delays the acknowledgements and commits that pass."""
 
 from __future__ import annotations
 
@@ -10,14 +10,15 @@ from collections import Counter
 import zmq
 
 from megatron_runtime.wire.event_socket import EventSocket
-from megatron_runtime.wire.messages import ControlAck, MalformedMessageError, decode
+from megatron_runtime.wire.messages import ControlAck, ControlCommit, MalformedMessageError, decode
 
 
 class FaultProxy:
     """Peers connect to `address`; each gets a connection of its own to the coordinator at `target`.
 
-    share: of the acknowledgements meet a fate, by `rng`; the others pass, and so does everything else, in order.
-    fates: how many met which.
+    share: of the acknowledgements and commits meet a fate, by `rng`; the others pass, and so does everything else, in
+           order.
+    fates: how many met which, and how many of each message met one.
     """
 
     MOST_SECONDS_LATE = 0.6
@@ -79,10 +80,13 @@ class FaultProxy:
         # A message to a peer still has its routing identity in front.
         for candidate in (frames, frames[1:]):
             with contextlib.suppress(MalformedMessageError):
-                if candidate and isinstance(decode(candidate), ControlAck):
+                message = decode(candidate) if candidate else None
+                if isinstance(message, ControlAck | ControlCommit):
                     break
         else:
             return "passed"
         fate = self._rng.choice(("lost", "doubled", "late")) if self._rng.random() < self.share else "passed"
         self.fates[fate] += 1
+        if fate != "passed":
+            self.fates[type(message).__name__] += 1
         return fate

@@ -66,6 +66,7 @@ class ScriptedEngine:
     epoch: int = 0
     fence: int = 0
     revision: str = ""
+    model: str = ""
     source: str | None = None
     block_size_tokens: int = 16
     heartbeat_seconds: float | None = 0.05
@@ -118,6 +119,7 @@ class ScriptedEngine:
             fence=self.fence,
             ranks=self.ranks,
             revision=self.revision,
+            model=self.model,
             source=self.source,
             max_requests=self.max_requests,
             block_size_tokens=self.block_size_tokens,
@@ -131,7 +133,14 @@ class ScriptedEngine:
 
     def _beat(self) -> None:
         if self.heartbeat_seconds is not None and self.socket._loop is not None:
-            self.send(Heartbeat(incarnation=self.incarnation, state=self.state, running=len(self.jobs)))
+            beat = Heartbeat(
+                incarnation=self.incarnation,
+                state=self.state,
+                epoch=self.epoch,
+                source=self.source,
+                running=len(self.jobs),
+            )
+            self.send(beat)
             self._timers = [asyncio.get_running_loop().call_later(self.heartbeat_seconds, self._beat)]
 
     def _receive(self, frames: list[bytes]) -> None:
@@ -141,6 +150,7 @@ class ScriptedEngine:
                 if self.serving and self.follows_acks and ack.state.value in ("RUNNING", "PAUSED", "SUSPENDED"):
                     self.state = EngineState(ack.state.value)
                     self.epoch = ack.epoch
+                    self.source = ack.source or self.source
                     self._schedule()
             case Dispatch() as dispatch:
                 self._dispatch(dispatch)
@@ -213,6 +223,7 @@ class ScriptedEngine:
         ok = kind not in self.failing
         if ok:
             self.acted[kind] += 1
+            self._staged = control.source
             if kind in TRANSITIONS:
                 self.state = TRANSITIONS[kind].passing
         self.send(
@@ -231,6 +242,8 @@ class ScriptedEngine:
             self.state = commit.state
         if commit.epoch is not None:
             self.epoch = commit.epoch
+        if commit.signal is Header.UPDATE_WEIGHTS:
+            self.source = self._staged
         self._schedule()
 
     def leave(self) -> None:

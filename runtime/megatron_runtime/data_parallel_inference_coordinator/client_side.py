@@ -14,7 +14,7 @@ from megatron_runtime.data_parallel_inference_coordinator.dispatching import RET
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.records import Client
 from megatron_runtime.data_parallel_inference_coordinator.registration import Registration
-from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
+from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, PeerId
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
@@ -188,12 +188,12 @@ class ClientSide:
 
     def _plain(self, client: Client, message: Plain, _: Frames) -> None:
         header = message.items[0] if message.items else None
-        if not client.plain or header not in (Header.CONNECT, Header.SUBMIT_REQUEST, Header.SHUTDOWN):
+        if header == Header.SHUTDOWN and client.peer[0] == SHARED_PORT:
+            self._surroundings.shut_down()
+        elif not client.plain or header not in (Header.CONNECT, Header.SUBMIT_REQUEST):
             self._surroundings.reject_role(client.peer, message)
         elif header == Header.CONNECT:
             self._registration.plain_client(client.peer)
-        elif header == Header.SHUTDOWN:
-            self._surroundings.shut_down()
         else:
             self._plain_submit(client, message.items)
 

@@ -32,6 +32,7 @@ from megatron_runtime.wire.messages import (
     Frames,
     Heartbeat,
     Hello,
+    KeyReport,
     MalformedMessageError,
     Message,
     Plain,
@@ -146,7 +147,9 @@ class Coordinator:
             verbs=self.verbs,
             registration=self.registration,
             counters=self.counters,
+            send=self.send,
             clock=clock,
+            heartbeat_seconds=settings.timing.heartbeat,
             surroundings=self,
         )
 
@@ -275,7 +278,12 @@ class Coordinator:
             engines=[engine.describe(now) for engine in self.engines],
             operations=self.verbs.operations(),
             rejected_frames=self.rejected_frames,
+            keys=self._key_report(),
         )
+
+    def _key_report(self) -> KeyReport | None:
+        peers = (*self.engines, *self.clients)
+        return self.transport.key_report({peer.key for peer in peers if peer.key})
 
     @property
     def rejected_frames(self) -> int:

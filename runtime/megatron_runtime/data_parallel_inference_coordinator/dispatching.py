@@ -106,7 +106,9 @@ class Dispatcher:
             return
         now = self._clock.time()
         deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
-        entry = Entry(uid, client, meta, prompt, params, bytearray(generated), now, deadline, plain_id=plain_id)
+        entry = Entry(
+            uid, client, meta, prompt, params, bytearray(generated), now, deadline, client.model, plain_id=plain_id
+        )
         entry.forwarded = entry.held = entry.tokens_so_far
         if len(self.queue) >= self._settings.max_queued:
             self._refuse_full(entry, f"{len(self.queue)} requests wait for an engine already")
@@ -139,7 +141,10 @@ class Dispatcher:
         """To the one engine that may answer, though it be draining or full; now or not at all, and never elsewhere."""
         engine = self._engines.named(entry.meta.engine)
         if engine is not None and engine.serving and self._may_dispatch():
-            self._dispatch(entry, [engine])
+            if engine.runs(entry.model):
+                self._dispatch(entry, [engine])
+            else:
+                self._refuse_model(entry, [engine])
         if entry.engine is None and self.journal.get(entry.uid) is entry:
             self._refuse_pinned(entry)
         self._on_change()
@@ -162,10 +167,26 @@ class Dispatcher:
         """Give engines what they have room for."""
         while self.queue and self._may_dispatch():
             candidates = self._engines.available() if self._router.deterministic else self._engines.with_room()
-            if not candidates:
+            if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
-            self._dispatch(self.queue.head(), candidates)
         self._on_change()
+
+    def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
+        """Dispatch, or refuse, the first in a line. False when it has to wait for an engine of its model."""
+        fitting = [engine for engine in candidates if engine.runs(entry.model)] if entry.model else candidates
+        if fitting:
+            self._dispatch(entry, fitting)
+        elif any(engine.runs(entry.model) for engine in self._engines.serving()):
+            return False
+        else:
+            self._refuse_model(entry, self._engines.serving())
+        return True
+
+    def _refuse_model(self, entry: Entry, engines: list[Engine]) -> None:
+        models = ", ".join(sorted({engine.model for engine in engines}))
+        what = "it was begun by" if entry.generated else "it was made for"
+        message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
+        self.fail(entry, ErrorCode.MODEL_CHANGED, f"{message}: submit it anew")
 
     def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
         if entry.hashes is None:
@@ -222,9 +243,9 @@ class Dispatcher:
     def relieve(self, engine: Engine) -> None:
         """Give what a silent engine has to others, as far as they have room. What it answers later is its own."""
         for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
-            if not self._may_dispatch() or not self._engines.with_room():
+            if not self._may_dispatch():
                 return
-            if entry.meta.engine:
+            if entry.meta.engine or not any(other.runs(entry.model) for other in self._engines.with_room()):
                 continue
             del engine.in_flight[entry.dispatch_id]
             self._send(engine.peer, Abort(entry.dispatch_id).to_frames())

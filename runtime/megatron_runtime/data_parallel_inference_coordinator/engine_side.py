@@ -19,6 +19,7 @@ from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
 from megatron_runtime.wire.headers import Header
 from megatron_runtime.wire.messages import (
     ControlAck,
+    ControlCommit,
     Disconnect,
     Error,
     EvictedBlocks,
@@ -30,12 +31,12 @@ from megatron_runtime.wire.messages import (
     Plain,
     block_hashes_from_bytes,
 )
-from megatron_runtime.wire.states import PASSING_STATES, CoordinatorState, EngineState
+from megatron_runtime.wire.states import PASSING_STATES, TRANSITIONS, CoordinatorState, EngineState
 
 logger = logging.getLogger(__name__)
 
-HEAL_SECONDS = 5.0
-"""How long an engine may take to reach the state it was told before it is told again."""
+HEAL_HEARTBEATS = 4
+"""So many heartbeats an engine may take to show the state and epoch it was told before it is told again."""
 
 
 class Surroundings(Protocol):
@@ -57,15 +58,19 @@ class EngineSide:
         verbs: Verbs,
         registration: Registration,
         counters: Counters,
+        send: Callable[[PeerId, Frames], object],
         clock: Clock,
+        heartbeat_seconds: float,
         surroundings: Surroundings,
     ) -> None:
+        self._heal_seconds = HEAL_HEARTBEATS * heartbeat_seconds
         self._dispatcher = dispatcher
         self._replies = replies
         self._router = router
         self._verbs = verbs
         self._registration = registration
         self._counters = counters
+        self._send = send
         self._clock = clock
         self._surroundings = surroundings
         self._handlers: dict[type[Any], Handler] = {
@@ -112,16 +117,38 @@ class EngineSide:
             engine.state = message.state
         if message.epoch is not None:
             engine.epoch = message.epoch
+        engine.digest = message.digest
         if engine.available() and not before:
             self._dispatcher.pump()
-        if message.state is not None and message.busy_for <= 0:
-            self._heal(engine, message.state, now)
-
-    def _heal(self, engine: Engine, state: str, now: float) -> None:
-        """Tell an engine the state again that stands in another one while nothing is under way: a commit was lost."""
         settled = self._verbs.current is None and self._verbs.state is not CoordinatorState.RECOVERING
-        if settled and engine.serving and state != self._verbs.state and now - engine.welcomed > HEAL_SECONDS:
+        if settled and message.busy_for <= 0 and now - engine.told > self._heal_seconds:
+            self._heal(engine, message, now)
+
+    def _heal(self, engine: Engine, message: Heartbeat, now: float) -> None:
+        """Nothing is under way. An engine that shows another state, epoch or weights than it was told a while ago has
+        missed a commit, or an answer to its HELLO: tell it again.
+        """
+        owed, engine.owed = engine.owed, None
+        if owed is not None and self._misses(message, owed):
+            engine.told = now
+            # The end of a STOP cannot be learnt otherwise; another commit, if this one is lost too, by HELLO_ACK.
+            engine.owed = owed if owed.signal is Header.STOP else None
+            self._send(engine.peer, owed.to_frames())
+        elif engine.serving and message.state is not None and not self._is_where_all_are(engine, message):
             self._registration.welcome(engine)
+
+    def _is_where_all_are(self, engine: Engine, message: Heartbeat) -> bool:
+        verbs, source = self._verbs, self._verbs.source_for(engine)
+        same_epoch = message.epoch is None or message.epoch == verbs.epoch
+        return message.state == verbs.state and same_epoch and (source is None or source == message.source)
+
+    @staticmethod
+    def _misses(message: Heartbeat, commit: ControlCommit) -> bool:
+        """Whether an engine that says this has not seen `commit`."""
+        transition = TRANSITIONS.get(commit.signal)
+        if transition is not None:
+            return message.state == transition.passing
+        return message.epoch is not None and message.epoch != commit.epoch
 
     def _ack(self, engine: Engine, ack: ControlAck, _: Frames) -> None:
         if not self._verbs.acknowledged(engine, ack):

@@ -86,7 +86,8 @@ def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frame
 
 
 def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
-    error = {"code": int(code), "type": code.name, "message": message}
+    name = "MODEL_CHANGED" if code is ErrorCode.MODEL_CHANGED else code.name  # the name of 409 is that of verbs
+    error = {"code": int(code), "type": name, "message": message}
     reply = {"request_id": number, "status": "FAILED", "finish_reason": "error", "generated_tokens": [], "error": error}
     return [pack([int(Header.ENGINE_REPLY), number, reply])]
 

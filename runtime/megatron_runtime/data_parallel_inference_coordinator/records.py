@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import EngineStatus, Frames, Hello, RequestMeta
+from megatron_runtime.wire.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
 from megatron_runtime.wire.states import EngineState
 
 UNLIMITED_REQUESTS = 1 << 20
@@ -26,6 +26,7 @@ class Client:
     """One registration of a client or an administrator.
 
     key:       the public key that its connection was admitted with; empty without keys.
+    model:     what its requests are made for; empty: whatever engines run.
     route:     the number by which engines group partials for it.
     open:      its open requests by uid.
     plain_ids: uid by request number, for a plain client.
@@ -44,6 +45,7 @@ class Client:
     heard: float
     plain: bool = False
     key: bytes = b""
+    model: str = ""
     open: dict[bytes, Entry] = field(default_factory=dict)
     plain_ids: dict[int, bytes] = field(default_factory=dict)
     outbox: deque[tuple[bytes | None, Frames]] = field(default_factory=deque)
@@ -63,10 +65,13 @@ class Engine:
 
     index:     order of registration; breaks ties in routing.
     key:       the public key that its connection was admitted with; empty without keys.
+    model:     what it runs; empty: it did not say.
     source:    weights that an UPDATE_WEIGHTS named, as far as the engine said.
     draining:  gets no new work until it registers anew.
+    digest:    of its weights; empty: it did not say.
     full:      its socket's buffer was full; cleared at the next heartbeat.
-    welcomed:  when it was last told the state to be in.
+    told:      when it was last told the state to be in.
+    owed:      the last commit sent to it, until a heartbeat was heard a while later.
     entered_during: operation under way when this engine joined: told the outcome when it ends.
     in_flight: requests by dispatch id.
     """
@@ -83,14 +88,17 @@ class Engine:
     epoch: int = 0
     ranks: int = 1
     revision: str = ""
+    model: str = ""
     source: str | None = None
+    digest: str = ""
     max_requests: int = UNLIMITED_REQUESTS
     block_size_tokens: int = 0
     busy_until: float = 0.0
     draining: bool = False
     full: bool = False
     suspect: bool = False
-    welcomed: float = 0.0
+    told: float = 0.0
+    owed: ControlCommit | None = None
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
 
@@ -106,12 +114,17 @@ class Engine:
     def has_room(self) -> bool:
         return self.available() and len(self.in_flight) < self.max_requests
 
+    def runs(self, model: str) -> bool:
+        """Whether it may answer requests for `model`; where one of the two is not known, it may."""
+        return not model or not self.model or model == self.model
+
     def learn(self, hello: Hello) -> None:
         """Take over what the engine says about itself."""
         self.serving = hello.serving
         self.epoch = hello.epoch
         self.ranks = max(1, hello.ranks)
         self.revision = hello.revision
+        self.model = hello.model
         self.source = hello.source
         self.max_requests = hello.max_requests if hello.max_requests > 0 else UNLIMITED_REQUESTS
         self.block_size_tokens = max(0, hello.block_size_tokens)
@@ -130,6 +143,7 @@ class Engine:
             silent_seconds=round(max(0.0, now - self.heard), 3),
             plain=self.plain,
             draining=self.draining,
+            digest=self.digest,
         )
 
 
@@ -137,6 +151,7 @@ class Engine:
 class Entry:
     """One open request.
 
+    model:      what it was made for, or what its first token came from; only that may answer. Empty: anything.
     generated:  tokens so far, little-endian int32. What the client was sent is fixed for ever.
     details:    what came with them (log-probs), as `(offset of the first token, the message's extras)`; unparsed.
     forwarded:  how many of the tokens the client was sent.
@@ -156,6 +171,7 @@ class Entry:
     generated: bytearray
     arrived: float
     deadline: float | None = None
+    model: str = ""
     details: list[tuple[int, bytes]] = field(default_factory=list)
     details_bytes: int = 0
     forwarded: int = 0

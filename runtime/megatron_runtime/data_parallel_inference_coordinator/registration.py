@@ -112,7 +112,7 @@ class Registration:
 
     def welcome(self, engine: Engine) -> None:
         """Tell an engine the state to be in."""
-        engine.welcomed = self._now()
+        engine.told = self._now()
         state = self._verbs.target_state
         ack = HelloAck(
             incarnation=self._incarnation,
@@ -156,6 +156,7 @@ class Registration:
         elif client.peer != peer or client.incarnation != hello.incarnation:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._now()
+        client.model = hello.model
         ack = HelloAck(
             incarnation=self._incarnation,
             state=self._verbs.state,

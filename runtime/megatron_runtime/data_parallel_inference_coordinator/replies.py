@@ -57,6 +57,8 @@ class Replies:
                 continue
             if entry.client is not client or entry.forwarded != offset:
                 whole = False
+            if not entry.model:
+                entry.model = engine.model
             journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
             accepted.append(entry)
         if whole and client is not None and self._clients.try_send(client, frames):

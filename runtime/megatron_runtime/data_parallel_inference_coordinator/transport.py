@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TypeAlias
 
@@ -13,7 +13,7 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import Coordi
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import Frames
+from megatron_runtime.wire.messages import Frames, KeyReport
 from megatron_runtime.wire.security import Gatekeeper, KeyDirectory
 
 SHARED_PORT = 3
@@ -53,6 +53,7 @@ class Transport:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._sockets: dict[int, EventSocket] = {}
         self._keys = KeyDirectory(settings.keys_dir) if settings.keys_dir is not None else None
+        self._server_public = b""
 
     @property
     def handler_errors(self) -> int:
@@ -63,6 +64,7 @@ class Transport:
         if self._keys is not None:
             self.gatekeeper = Gatekeeper(self._context, self._keys.keys)
             self.gatekeeper.start()
+            self._server_public = self._keys.keys.own.public
         settings = self._settings
         if settings.single_port:
             address = self._bind(SHARED_PORT, settings.client_port)
@@ -102,6 +104,17 @@ class Transport:
             return False
         self.gatekeeper.keys = self._keys.keys
         return True
+
+    def key_report(self, connected: Iterable[bytes]) -> KeyReport | None:
+        """The keys in use, those of `connected` peers among them; None without encryption."""
+        if self.gatekeeper is None:
+            return None
+        admitted = {key for keys in self.gatekeeper.keys.allowed.values() for key in keys}
+        return KeyReport(
+            server=self._server_public.decode(),
+            admitted=sorted(key.decode() for key in admitted),
+            connected=sorted(key.decode() for key in connected),
+        )
 
     def admits(self, peer: PeerId, key: bytes) -> bool:
         """Whether a connection made with `key` may stay."""

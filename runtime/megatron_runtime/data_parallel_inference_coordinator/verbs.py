@@ -310,6 +310,7 @@ class Verbs:
         if not self._engines.is_registered(engine):
             return
         if not engine.plain:
+            engine.told, engine.owed = self._clock.time(), commit
             self._send(engine.peer, commit.to_frames())
         if commit.state is not None:
             engine.state = commit.state

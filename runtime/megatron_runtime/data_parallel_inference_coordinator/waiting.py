@@ -15,10 +15,13 @@ GRAIN_SECONDS = 0.02
 
 
 class WaitingQueue:
-    """Requests without an engine: the lowest priority number first, then in order of arrival."""
+    """Requests without an engine: the lowest priority number first, then in order of arrival.
+
+    Each model has lanes of its own, so that a request whose model has no room is overtaken by those of another.
+    """
 
     def __init__(self) -> None:
-        self._lanes: dict[int, OrderedDict[bytes, Entry]] = {}
+        self._lanes: dict[tuple[int, str], OrderedDict[bytes, Entry]] = {}
         self._length = 0
 
     def __len__(self) -> int:
@@ -26,23 +29,29 @@ class WaitingQueue:
 
     def add(self, entry: Entry, *, first: bool = False) -> None:
         """`first`: before all of its priority."""
-        lane = self._lanes.setdefault(entry.meta.priority, OrderedDict())
+        lane = self._lanes.setdefault(_lane_of(entry), OrderedDict())
         lane[entry.uid] = entry
         if first:
             lane.move_to_end(entry.uid, last=False)
         self._length += 1
 
     def discard(self, entry: Entry) -> None:
-        lane = self._lanes.get(entry.meta.priority)
+        lane = self._lanes.get(_lane_of(entry))
         if lane is not None and lane.pop(entry.uid, None) is not None:
             self._length -= 1
             if not lane:
-                del self._lanes[entry.meta.priority]
+                del self._lanes[_lane_of(entry)]
 
-    def head(self) -> Entry:
-        """The next one, of a queue that is not empty."""
-        priority = next(iter(self._lanes)) if len(self._lanes) == 1 else min(self._lanes)
-        return next(iter(self._lanes[priority].values()))
+    def heads(self) -> list[Entry]:
+        """The first request of each lane, the next one of all before the others."""
+        heads = [next(iter(lane.values())) for lane in self._lanes.values()]
+        if len(heads) > 1:
+            heads.sort(key=lambda entry: (entry.meta.priority, entry.arrived))
+        return heads
+
+
+def _lane_of(entry: Entry) -> tuple[int, str]:
+    return entry.meta.priority, entry.model
 
 
 class Deadlines:

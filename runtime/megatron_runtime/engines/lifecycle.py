@@ -88,6 +88,8 @@ class Lifecycle:
         self.stopped = asyncio.Event()
         self._thread = thread
         self._answers: dict[str, ControlAck] = {}
+        self._acknowledged = ""
+        """The operation whose commit is waited for: the last one that was acknowledged."""
         self._staged: Control | None = None
         """The UPDATE_WEIGHTS whose weights are staged and wait for their commit."""
         self._work: dict[Header, Callable[[Control], Awaitable[None]]] = {
@@ -134,6 +136,7 @@ class Lifecycle:
         ack = ControlAck(
             operation_id=operation_id or "-", ok=error is None, state=self.state, ranks=self.ranks, error=error
         )
+        self._acknowledged = ack.operation_id if ack.ok else ""
         if operation_id:
             self._answers[operation_id] = ack
             while len(self._answers) > 64:
@@ -171,7 +174,11 @@ class Lifecycle:
         return None
 
     async def commit(self, commit: ControlCommit) -> None:
-        """Enter the state that the acknowledged work leads to."""
+        """Enter the state that the acknowledged work leads to. A commit that comes twice, or late, changes nothing."""
+        if commit.operation_id != self._acknowledged:
+            logger.warning("ignored the commit of %s: another operation came since", commit.operation_id)
+            return
+        self._acknowledged = ""
         if commit.signal is Header.SET_GENERATION_EPOCH:
             if commit.epoch is not None:
                 await self.set_epoch(commit.epoch)
@@ -219,6 +226,8 @@ class Lifecycle:
         Weights that are not loaded are not loaded by this: the next load reads those of `source`.
         """
         if source is not None and source != self.source:
+            await self._drop_staged()
+            self._acknowledged = ""  # a commit that is still on its way says nothing new
             executor = await self._executor()
             if executor.has_weights:
                 await asyncio.to_thread(executor.stage_weights, source)

@@ -44,7 +44,7 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
 
 _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.INVALID_REQUEST: InvalidRequestError,
-    409: ModelChangedError,
+    ErrorCode.MODEL_CHANGED: ModelChangedError,
     ErrorCode.TOO_LARGE: RequestTooLargeError,
     ErrorCode.QUEUE_FULL: QueueFullError,
     ErrorCode.UNAVAILABLE: UnavailableError,

@@ -48,6 +48,8 @@ class Hello(ControlMessage):
     """The highest fence this engine has been told; a recovering coordinator takes the highest of all."""
     ranks: int = 1
     revision: str = ""
+    model: Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)] = ""
+    """Hash of the model that an engine runs, or a client makes its requests for. Empty: not said, goes with all."""
     max_requests: int = 0
     max_sequence_length: int = 0
     block_size_tokens: int = 0
@@ -81,12 +83,16 @@ class Heartbeat(ControlMessage):
     state: EngineState | CoordinatorState | None = None
     epoch: int | None = None
     """Engines: the epoch they are in; one that came back behind the others enters it by HELLO_ACK, unasked."""
+    source: str | None = None
+    """Engines: where their weights came from, when an UPDATE_WEIGHTS or HELLO_ACK named it."""
     running: int = 0
     waiting: int = 0
     steps: int = 0
     """Engine steps so far: unchanged while `running` > 0 means that it is stuck."""
     busy_for: float = 0.0
     """Seconds for which silence is expected (load, capture, compile)."""
+    digest: Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)] = ""
+    """Engines: of the weights in use, so that one can see that all hold the same. Empty: not known."""
 
 
 class Control(ControlMessage):
@@ -173,6 +179,20 @@ class EngineStatus(BaseModel):
     silent_seconds: float = 0.0
     plain: bool = False
     draining: bool = False
+    digest: str = ""
+    """Of its weights, as it last said."""
+
+
+class KeyReport(BaseModel):
+    """Public keys, Z85. What a rotation needs to know before it goes on."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    server: str
+    """The coordinator's own, in use since its start."""
+    admitted: list[str] = Field(default_factory=list)
+    """Whose holders may connect to some port."""
+    connected: list[str] = Field(default_factory=list)
+    """Those that registered engines and clients came with, each once."""
 
 
 class Operation(BaseModel):
@@ -201,6 +221,8 @@ class StatusReply(ControlMessage):
     operations: list[Operation] = Field(default_factory=list)
     """The last ones, oldest first."""
     rejected_frames: int = 0
+    keys: KeyReport | None = None
+    """None: without encryption."""
 
 
 class Error(ControlMessage):

@@ -69,7 +69,8 @@ class ErrorCode(IntEnum):
     VERSION = 4  # the protocol versions have nothing in common
     INVALID_REQUEST = 400
     TOO_LARGE = 413
-    ILLEGAL_SIGNAL = 409  # not legal in the state named in the message
+    ILLEGAL_SIGNAL = 409  # of a control message: not legal in the state named in the message
+    MODEL_CHANGED = 409  # of a request: the engines run another model than the one it was made for
     STALE_FENCE = 412  # a higher fence has been seen
     IN_PROGRESS = 423  # another operation is under way
     QUEUE_FULL = 429

@@ -62,6 +62,17 @@ class PeerKeys:
         first, *others = _read_keys(directory / "server.pub")
         return cls(own, first, tuple(others), (directory, role))
 
+    def stamp(self) -> tuple[int, int] | None:
+        """Changes whenever the file of its own pair does; None for keys that came from elsewhere."""
+        if self.source is None:
+            return None
+        directory, role = self.source
+        try:
+            status = (directory / f"{role.name.lower()}.key").stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
     def refreshed(self) -> PeerKeys:
         """The keys of this moment: those that the files hold now, or the same where they cannot be read."""
         if self.source is None:

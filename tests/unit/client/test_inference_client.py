@@ -14,6 +14,7 @@ from megatron_runtime.inference_client import (
     HandshakeRefusedError,
     InferenceClient,
     InvalidRequestError,
+    ModelChangedError,
     QueueFullError,
     RequestRejectedError,
     RequestTooLargeError,
@@ -21,7 +22,7 @@ from megatron_runtime.inference_client import (
 )
 from megatron_runtime.requests.rejection import rejection
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import Abort, decode
 
 PROMPT = [1, 2, 3]
@@ -168,6 +169,26 @@ class TestRequests:
         with pytest.raises(UnavailableError, match="was stopped"):
             await client.add_request(PROMPT, params(1))
 
+    async def test_its_listener_ends_with_it_and_it_with_its_listener(self, pool, params) -> None:
+        stopped, cancelled = InferenceClient(pool.address), InferenceClient(pool.address)
+        for client in (stopped, cancelled):
+            await client.start()
+            assert isinstance(client.listener_task, asyncio.Task)
+            assert not client.listener_task.done()
+        pool.engine.step_seconds = None
+        future = cancelled.add_request(PROMPT, params(1))
+        stopped.stop()
+        cancelled.listener_task.cancel()
+        await asyncio.wait([stopped.listener_task, cancelled.listener_task])
+        assert stopped.listener_task.cancelled()
+        assert future.cancelled()
+        assert cancelled.context.closed
+
+    async def test_the_end_of_its_loop_stops_it(self, pool) -> None:
+        client = InferenceClient(pool.address)
+        await asyncio.to_thread(asyncio.run, client.start())
+        assert client.context.closed
+
     async def test_a_client_alone_ends_a_request_whose_time_is_up(self, params, monkeypatch, unused_tcp_port) -> None:
         monkeypatch.setattr("megatron_runtime.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
         client = InferenceClient(unused_tcp_port)
@@ -182,6 +203,7 @@ class TestRequests:
         ("code", "kind"),
         [
             (400, InvalidRequestError),
+            (409, ModelChangedError),
             (413, RequestTooLargeError),
             (429, QueueFullError),
             (503, UnavailableError),
@@ -206,6 +228,21 @@ class TestVerbs:
         await client.pause_engines()
         await client.stop_engines()
         assert {Header.SUSPEND, Header.RESUME, Header.STOP} <= set(pool.engine.acted)
+
+
+async def test_a_pinned_request_goes_to_the_engine_that_is_named_or_to_none(client, pool, params) -> None:
+    future = client.add_request(PROMPT, params(2), engine="engine-0")
+    stream = client.add_request_streaming(PROMPT, params(2), engine="engine-1")
+    assert (await future)["generated_tokens"] == echo_answer(PROMPT, 2)
+    with pytest.raises(RequestRejectedError, match="'engine-1' does not serve") as refused:
+        await anext(aiter(stream))
+    assert refused.value.code == ErrorCode.ENGINES_MISSING
+
+
+async def test_a_client_of_the_one_port_may_end_the_coordinator(client, pool) -> None:
+    assert not pool.coordinator.ended.is_set()
+    client.shutdown_coordinator()
+    await asyncio.wait_for(pool.coordinator.ended.wait(), 20)
 
 
 class TestHandshake:

@@ -4,7 +4,6 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator import engine_side
 from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
 from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
 from megatron_runtime.engines.echo_executor import echo_answer
@@ -433,17 +432,38 @@ async def test_an_engine_that_is_not_running_gets_no_work_until_it_says_that_it_
     assert await future
 
 
-async def test_an_engine_that_missed_its_commit_is_told_the_state_again(stage, monkeypatch) -> None:
-    monkeypatch.setattr(engine_side, "HEAL_SECONDS", 0.2)
+@pytest.mark.parametrize(
+    "verbs",
+    [
+        (Header.PAUSE,),
+        (Header.PAUSE, Header.UNPAUSE),
+        (Header.PAUSE, Header.SUSPEND),
+        (Header.PAUSE, Header.SUSPEND, Header.RESUME),
+        (Header.PAUSE, Header.STOP),
+        (Header.SET_GENERATION_EPOCH,),
+        (Header.UPDATE_WEIGHTS,),
+    ],
+    ids=lambda verbs: verbs[-1].name,
+)
+async def test_an_engine_that_missed_its_commit_is_told_again(stage, verbs) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine()
     link = await stage.admin()
     commit, missed = engine._commit, []
-    engine._commit = missed.append
-    await link.control(Header.PAUSE, operation_id="p", fence=1)
-    await engine.until(lambda: missed)
-    assert engine.state is EngineState.PAUSING
+    for number, kind in enumerate(verbs):
+        engine._commit = missed.append if kind is verbs[-1] else commit
+        options = (
+            {"epoch": 7, "source": "/models/7"} if kind in (Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS) else {}
+        )
+        await link.control(kind, operation_id=f"op-{number}", fence=1, **options)
+    # The first commit sent again is lost, too. STOP has no other way to be learnt; the others have HELLO_ACK.
+    await engine.until(lambda: len(missed) == 2)
+    assert missed[0] == missed[1]
     engine._commit = commit
-    await engine.until(lambda: engine.state is EngineState.PAUSED)
-    assert coordinator.verbs.state is CoordinatorState.PAUSED
-    assert len(engine.acks) == 2
+    if verbs[-1] is Header.STOP:
+        await engine.until(lambda: engine.state is EngineState.STOPPED)
+    else:
+        await engine.until(
+            lambda: (engine.state.value, engine.epoch) == (coordinator.verbs.state, coordinator.verbs.epoch)
+        )
+        assert len(engine.acks) == 2

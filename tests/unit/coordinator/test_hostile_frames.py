@@ -153,6 +153,15 @@ async def test_a_role_may_say_only_what_belongs_to_it(stage) -> None:
     assert len(coordinator.dispatcher.journal) == 0
 
 
+async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None:
+    coordinator = stage.coordinator()
+    client, link = await stage.client(), await stage.admin()
+    client.shutdown_coordinator()
+    link._link.send([pack([int(Header.SHUTDOWN)])])
+    await stage.until(lambda: coordinator.counters.rejected["wrong_role"] == 2)
+    assert not coordinator.ended.is_set()
+
+
 async def test_an_oversized_message_is_refused(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()

@@ -223,11 +223,22 @@ async def test_weights_of_an_operation_that_failed_are_dropped_at_the_next_messa
     await rig.reach(EngineState.RUNNING)
     assert (await rig.lifecycle.handle(update())).ok
     assert await rig.signal(Header.PAUSE, "pause")
-    with pytest.raises(RuntimeError, match="not staged"):
-        await rig.lifecycle.commit(committed(update()))
+    await rig.lifecycle.commit(committed(update()))
     with pytest.raises(RuntimeError, match="without staged weights"):
         rig.executor.swap_weights()
     assert rig.lifecycle.epoch == 0
+
+
+async def test_a_commit_that_comes_twice_or_late_changes_nothing(rig: Rig) -> None:
+    await rig.reach(EngineState.RUNNING)
+    assert (await rig.lifecycle.handle(update())).ok
+    for _ in range(2):
+        await rig.lifecycle.commit(committed(update()))
+    newer = Control(kind=Header.SET_GENERATION_EPOCH, operation_id="newer", epoch=9)
+    await rig.lifecycle.handle(newer)
+    for control in (newer, update(), newer):
+        await rig.lifecycle.commit(committed(control))
+    assert (rig.lifecycle.epoch, rig.lifecycle.source) == (9, "other")
 
 
 async def test_a_repeated_update_is_not_staged_again_and_is_still_committed(rig: Rig) -> None:
