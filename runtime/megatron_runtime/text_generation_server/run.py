@@ -93,7 +93,7 @@ async def _first(*waits: object) -> None:
 
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
     keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
-    client = InferenceClient(settings.coordinator, deserialize=False, keys=keys)
+    client = InferenceClient(settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash)
     app = create_app(settings, backend=client, tokenizer=tokenizer)
     service: Service = app.state.service
     http = http_server(app)
