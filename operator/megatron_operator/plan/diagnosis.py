@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import EXIT_CODES, SCHEDULING, find_cause
 from megatron_operator.plan.world import PodView
+from megatron_operator.render.context import PREFLIGHT
 
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
@@ -14,9 +17,33 @@ _LAST_WORDS = 400
 """Characters of a termination message that a status keeps."""
 
 
-def _last_words(pod: PodView) -> str:
-    text = " ".join(pod.last_message.split())
-    return f": …{text[-_LAST_WORDS:]}" if len(text) > _LAST_WORDS else (f": {text}" if text else "")
+@dataclass(frozen=True, slots=True)
+class _LastWords:
+    """A termination message: our own processes write one line of JSON, others whatever they said last."""
+
+    text: str
+    reason: str = ""
+    rank: int | None = None
+    remedy: str = ""
+
+    @property
+    def quoted(self) -> str:
+        text = " ".join(self.text.split())
+        return f": …{text[-_LAST_WORDS:]}" if len(text) > _LAST_WORDS else (f": {text}" if text else "")
+
+
+def _last_words(pod: PodView) -> _LastWords:
+    try:
+        told = json.loads(pod.last_message)
+        rank = told.get("rank")
+        return _LastWords(
+            text=str(told["message"]),
+            reason=str(told.get("reason") or ""),
+            rank=rank if isinstance(rank, int) else None,
+            remedy=str(told.get("remedy") or ""),
+        )
+    except (ValueError, KeyError, AttributeError):
+        return _LastWords(pod.last_message)
 
 
 def diagnose(pod: PodView) -> tuple[Reason, str] | None:
@@ -38,7 +65,8 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
             f"pod {pod.name}: its container was killed at its memory limit ({pod.restarts} restarts); raise the limit "
             "in podTemplate or lower batching.kvCacheMemory"
         )
-    crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2
+    failed_check = pod.ended == PREFLIGHT and pod.exit_code != 0
+    crashed = pod.reason == "CrashLoopBackOff" or pod.phase == "Failed" or pod.restarts >= 2 or failed_check
     if ended and crashed and (pod.exit_code != 0 or pod.reason == "CrashLoopBackOff"):
         return _ended(pod)
     return None
@@ -47,11 +75,15 @@ def diagnose(pod: PodView) -> tuple[Reason, str] | None:
 def _ended(pod: PodView) -> tuple[Reason, str]:
     meaning = EXIT_CODES.get(pod.exit_code or 0)
     code = f"exit code {pod.exit_code}{f', {meaning}' if meaning else ''}"
-    who = f"pod {pod.name} (node rank {pod.index} of {pod.engine})" if pod.engine else f"pod {pod.name}"
-    cause = find_cause(pod.last_message)
-    remedy = f"; {cause.remedy}" if cause else ""
+    words = _last_words(pod)
+    rank = f", rank {words.rank}" if words.rank is not None and pod.ended != PREFLIGHT else ""
+    who = f"pod {pod.name} (node rank {pod.index} of {pod.engine}{rank})" if pod.engine else f"pod {pod.name}"
+    cause = find_cause(f"{words.reason}: {words.text}")
+    said = words.remedy or (cause.remedy if cause else "")
+    remedy = f"; {said}" if said else ""
     reason = cause.reason if cause else Reason.CRASH_LOOPING
-    return reason, f"{who}: its container ended with {code} ({pod.restarts} restarts){_last_words(pod)}{remedy}"
+    what = f"container {pod.ended}" if pod.ended == PREFLIGHT else "its container"
+    return reason, f"{who}: {what} ended with {code} ({pod.restarts} restarts){words.quoted}{remedy}"
 
 
 def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:

@@ -56,10 +56,13 @@ def _condition(status: Object, kind: str) -> Object | None:
     return next((entry for entry in status.get("conditions") or () if entry.get("type") == kind), None)
 
 
+def _containers(status: Object) -> list[Object]:
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
 def _waiting(status: Object) -> tuple[str, str]:
     """Reason and message of the first container that waits, or of the scheduler."""
-    containers = [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
-    for container in containers:
+    for container in _containers(status):
         waiting = (container.get("state") or {}).get("waiting")
         if waiting and waiting.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
             return str(waiting["reason"]), str(waiting.get("message") or "")
@@ -69,14 +72,21 @@ def _waiting(status: Object) -> tuple[str, str]:
     return str(status.get("reason") or ""), str(status.get("message") or "")
 
 
+def _succeeded(container: Object) -> bool:
+    ended = (container.get("state") or {}).get("terminated")
+    return ended is not None and ended.get("exitCode") == 0
+
+
 def _last_end(status: Object) -> Object | None:
     """The most recent termination of any container."""
     ends: list[Object] = []
-    for container in status.get("containerStatuses") or ():
+    # An init container is to end; once it did so well, what it said before is of no interest.
+    before = [entry for entry in status.get("initContainerStatuses") or () if not _succeeded(entry)]
+    for container in (*before, *(status.get("containerStatuses") or ())):
         for when in ("state", "lastState"):
             ended = (container.get(when) or {}).get("terminated")
             if ended:
-                ends.append(ended)
+                ends.append({**ended, "container": container.get("name", "")})
     return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
 
 
@@ -99,9 +109,10 @@ def reduce_pod(obj: Object) -> PodView:
         deleting=metadata.get("deletionTimestamp") is not None,
         revision=labels.get(LABEL_REVISION, ""),
         weights=labels.get(LABEL_WEIGHTS, ""),
-        restarts=sum(int(entry.get("restartCount") or 0) for entry in status.get("containerStatuses") or ()),
+        restarts=sum(int(entry.get("restartCount") or 0) for entry in _containers(status)),
         reason=reason,
         message=message,
+        ended=str(ended.get("container") or ""),
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),

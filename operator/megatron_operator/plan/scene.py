@@ -34,7 +34,7 @@ UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
 """How long past the drain deadline a Stopped resource keeps its pods when no coordinator, or an unwilling one, stops
 its engines. Then the pods go anyway: Stopped must not depend on a healthy coordinator."""
-REFUSAL_RETRY_SECONDS = 60
+REFUSAL_RETRY_SECONDS = 15
 """A refused child is offered again this often: quotas and admission rules change without an event for us."""
 
 

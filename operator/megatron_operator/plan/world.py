@@ -102,6 +102,8 @@ class PodView:
     reason: str = ""
     """The kubelet's or scheduler's own word: `ImagePullBackOff`, `Unschedulable`, `CrashLoopBackOff`, … or empty."""
     message: str = ""
+    ended: str = ""
+    """Name of the container that ended last; empty when none did."""
     exit_code: int | None = None
     """Exit code of the last container that ended; None when none did."""
     exit_reason: str = ""

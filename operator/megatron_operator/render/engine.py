@@ -18,6 +18,7 @@ from megatron_operator.render.context import (
     PORT_ENGINE,
     PORT_HEALTH,
     PORT_RENDEZVOUS,
+    PREFLIGHT,
     Manifest,
     RenderContext,
     child,
@@ -38,6 +39,7 @@ from megatron_operator.render.pod import http_probe, keys_args, pod_template
 
 KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
+_PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
 
 
@@ -119,8 +121,10 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         "readinessProbe": http_probe("/readyz", periodSeconds=5, failureThreshold=2),
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
+    before = (_preflight(ctx, index),) if ctx.spec.pods_per_engine > 1 else ()
     if engine.image is not None:
-        container["image"] = engine.image
+        for each in (container, *before):
+            each["image"] = engine.image
     return pod_template(
         ctx,
         ENGINE,
@@ -131,7 +135,19 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         extra_labels={LABEL_ENGINE: ctx.engine_name(index)},
         volumes=volumes,
         mounts=mounts,
+        init_containers=before,
     )
+
+
+def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
+    """Every two pods of an engine see that they can talk, before any of them loads."""
+    name = ctx.engine_name(index)
+    return {
+        "name": PREFLIGHT,
+        "args": ["preflight", "--name", f"{name}-{{node}}.{name}.{ctx.namespace}.svc"],
+        "env": [entry for entry in _env(ctx, index) if entry["name"] in _PREFLIGHT_ENV],
+        "resources": {"requests": {"cpu": "50m", "memory": "64Mi"}, "limits": {"memory": "256Mi"}},
+    }
 
 
 def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:

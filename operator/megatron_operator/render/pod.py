@@ -33,11 +33,13 @@ def pod_template(
     extra_labels: dict[str, str] | None = None,
     volumes: tuple[dict[str, Any], ...] = (),
     mounts: tuple[dict[str, Any], ...] = (),
+    init_containers: tuple[dict[str, Any], ...] = (),
 ) -> dict[str, Any]:
     """The pod template of a component with the resource's podTemplate merged over it.
 
     Args:
         container: name, args, env, ports, probes and resources of the one container.
+        init_containers: the same of what runs before it.
         grace_seconds: time from SIGTERM to SIGKILL.
         keys: entries of the keys Secret that this component may see.
         overlay: the component's `podTemplate`.
@@ -51,6 +53,17 @@ def pod_template(
         secret = {"secretName": ctx.keys_name, "defaultMode": 0o440, "items": items}
         all_volumes.append({"name": "keys", "secret": secret})
         all_mounts.append({"name": "keys", "mountPath": KEYS_DIR, "readOnly": True})
+    frame = {
+        "image": settings.runtime_image,
+        "imagePullPolicy": settings.image_pull_policy,
+        "envFrom": [{"configMapRef": {"name": config_name(ctx)}}],
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+    }
     base = {
         "metadata": {"labels": {**labels(ctx, component), **identity}},
         "spec": {
@@ -66,21 +79,8 @@ def pod_template(
                 "fsGroupChangePolicy": "OnRootMismatch",
                 "seccompProfile": {"type": "RuntimeDefault"},
             },
-            "containers": [
-                {
-                    "image": settings.runtime_image,
-                    "imagePullPolicy": settings.image_pull_policy,
-                    "envFrom": [{"configMapRef": {"name": config_name(ctx)}}],
-                    "securityContext": {
-                        "allowPrivilegeEscalation": False,
-                        "capabilities": {"drop": ["ALL"]},
-                        "readOnlyRootFilesystem": True,
-                    },
-                    "terminationMessagePolicy": "FallbackToLogsOnError",
-                    "volumeMounts": all_mounts,
-                    **container,
-                }
-            ],
+            "containers": [{**frame, "volumeMounts": all_mounts, **container}],
+            **({"initContainers": [{**frame, **before} for before in init_containers]} if init_containers else {}),
             "volumes": all_volumes,
         },
     }

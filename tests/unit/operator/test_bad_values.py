@@ -5,29 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bad_values import GOOD, BadValue, bad_values
+from bad_values import GOOD, WEDGES, BadValue, bad_values
 from pydantic import ValidationError
 
 from megatron_operator.manifest_file import describe
 from megatron_operator.model.resource import parse_spec
 
 ALL = bad_values()
-WEDGES: list[dict[str, Any]] = [
-    {"engine": {"image": "registry.example/none:1"}},
-    {"engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "command": ["false"]}]}}}},
-    {"engine": {"podTemplate": {"spec": {"nodeSelector": {"no": "node"}}}}},
-    {"engine": {"podTemplate": {"spec": {"containers": "x"}}}},
-    {"engine": {"gpusPerPod": 1}},
-    {"engine": {"startupSeconds": 10}},
-    {"engine": {"batching": {"kvCacheMemory": "1Ti"}}},
-    {"model": {"source": {"builtin": "no-such-model"}}},
-    {"model": {**GOOD["model"], "dtype": "Float8"}},
-    {"model": {**GOOD["model"], "maxSequenceLength": 16_777_216}},
-    {"parallelism": {"tensor": 3}},
-    {"coordinator": {"podTemplate": {"spec": {"containers": 7}}}},
-    {"server": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
-    {"replicas": 0},
-]
 
 
 def test_there_are_two_hundred_bad_values() -> None:

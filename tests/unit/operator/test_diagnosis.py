@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from megatron_operator.plan.diagnosis import diagnose
+from megatron_operator.plan.reduce import reduce_pod
 from megatron_operator.plan.world import PodView
 
 
@@ -62,3 +64,32 @@ def test_a_crash_names_its_rank_exit_code_and_last_words() -> None:
     assert found is not None
     for words in ("demo-engine-0-1", "node rank 1 of demo-engine-0", "exit code 3", "3 restarts", "bad header"):
         assert words in found[1]
+
+
+def test_what_an_engine_writes_as_json_is_read_as_such() -> None:
+    told = {"reason": "RankLost", "rank": 5, "message": "rank 5 left\nthe step", "remedy": "look at its own pod"}
+    found = diagnose(crashed(json.dumps(told), 1))
+    assert found is not None
+    assert found[1].endswith("exit code 1 (3 restarts): rank 5 left the step; look at its own pod")
+    assert "node rank 1 of demo-engine-0, rank 5" in found[1]
+
+
+def _preflight(**state: Any) -> dict[str, Any]:
+    ended = {"exitCode": 1, "reason": "Error", "finishedAt": "1", "message": PAIR}
+    entry = {"name": "preflight", "restartCount": 1, "lastState": {"terminated": ended}, "state": state}
+    labels = {"inference.megatron.dev/engine": "demo-engine-0", "apps.kubernetes.io/pod-index": "2"}
+    status = {"phase": "Pending", "initContainerStatuses": [entry], "containerStatuses": []}
+    return {"metadata": {"name": "demo-engine-0-2", "labels": labels}, "status": status}
+
+
+PAIR = json.dumps(
+    {"reason": "RendezvousFailed", "rank": 2, "message": "a-2 cannot reach a-0 on port 29500", "remedy": "see policies"}
+)
+
+
+def test_a_preflight_that_failed_names_the_pair_at_once_and_is_forgotten_once_it_passed() -> None:
+    found = diagnose(reduce_pod(_preflight(running={})))
+    assert found is not None
+    assert found[0].value == "RendezvousFailed"
+    assert "container preflight ended with exit code 1 (1 restarts): a-2 cannot reach a-0 on port 29500" in found[1]
+    assert diagnose(reduce_pod(_preflight(terminated={"exitCode": 0, "finishedAt": "2"}))) is None

@@ -1,0 +1,112 @@
+"""Eight pods of one engine on loopback addresses: who cannot talk to whom is named before the deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from megatron_runtime.preflight import Outcome, PreflightError, PreflightPlan, preflight
+
+NODES = 8
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def names(nodes: int = NODES) -> tuple[str, ...]:
+    return tuple(f"127.0.77.{number + 1}" for number in range(nodes))
+
+
+def plan(node: int, port: int, *, nodes: int = NODES, seconds: float = 5.0) -> PreflightPlan:
+    return PreflightPlan(node=node, names=names(nodes), port=port, timeout_seconds=seconds, listen=names(nodes)[node])
+
+
+@pytest.fixture
+def silent_host() -> Iterator[tuple[str, int]]:
+    """It takes connections and says nothing, as a frozen process does."""
+    host = names()[3]
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen(64)
+        yield host, listener.getsockname()[1]
+
+
+async def test_all_pairs_of_eight_exchange_data() -> None:
+    port = free_port()
+    async with asyncio.timeout(60):
+        found = await asyncio.gather(*(preflight(plan(node, port, seconds=40.0)) for node in range(NODES)))
+    for outcomes in found:
+        assert len(outcomes) == NODES - 1
+        assert set(outcomes.values()) == {Outcome.ANSWERED}
+
+
+async def test_a_pod_that_comes_later_is_waited_for() -> None:
+    port = free_port()
+    first = asyncio.create_task(preflight(plan(0, port, nodes=2, seconds=40.0)))
+    await asyncio.sleep(0)
+    assert await preflight(plan(1, port, nodes=2, seconds=40.0)) == {names(2)[0]: Outcome.ANSWERED}
+    assert await first == {names(2)[1]: Outcome.ANSWERED}
+
+
+async def test_a_silent_pod_is_named_with_the_pod_that_called_it(silent_host: tuple[str, int]) -> None:
+    host, port = silent_host
+    others = [0, 1, 2, 4]
+    plans = [plan(node, port, nodes=5, seconds=6.0) for node in others]
+    found = await asyncio.gather(*(preflight(each) for each in plans), return_exceptions=True)
+    for node, error in zip(others, found, strict=True):
+        assert isinstance(error, PreflightError)
+        assert error.rank == node
+        assert str(error) == f"{names()[node]} cannot reach {host} on port {port}: no answer within 6 s"
+
+
+async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
+    """Another protocol on the rendezvous port, and nobody at all, both show that the network lets them talk."""
+    port = free_port()
+
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"\0" * 64)
+        writer.close()
+
+    server = await asyncio.start_server(hang_up, names(3)[1], port)
+    async with server:
+        found = await preflight(plan(0, port, nodes=3, seconds=1.0))
+    assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
+
+
+async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
+    broken = PreflightPlan(
+        node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.0.1"
+    )
+    with pytest.raises(PreflightError, match=r"pod-0\.invalid does not find its own name within 1 s .*DNS"):
+        await preflight(broken)
+
+
+async def test_a_pod_without_an_address_is_left_to_the_scheduler() -> None:
+    waits = PreflightPlan(
+        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.77.1"
+    )
+    assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}
+
+
+async def test_the_command_ends_with_the_pair_in_its_last_line(silent_host: tuple[str, int]) -> None:
+    _, port = silent_host
+    command = [sys.executable, "-m", "megatron_runtime.cli", "preflight", "--name", "127.0.77.{node}"]
+    process = await asyncio.create_subprocess_exec(
+        *command,
+        *("--node", "2", "--nodes", "5", "--port", str(port), "--timeout-seconds", "1"),
+        *("--listen", "127.0.77.2"),
+        stderr=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    out, err = await asyncio.wait_for(process.communicate(), 60)
+    assert process.returncode == 1, (out, err)
+    assert "127.0.77.2 cannot reach 127.0.77.4 on port" in err.decode()
