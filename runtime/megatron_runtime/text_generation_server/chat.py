@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 
 from megatron_runtime.text_generation_server.chat_choice import ChatChoice, Delta, Message
 from megatron_runtime.text_generation_server.generation import Generation, Piece
-from megatron_runtime.text_generation_server.logprobs import TokenLogProb, chat_log_probs
+from megatron_runtime.text_generation_server.logprobs import TokenLogProb, chat_log_probs, plain_log_probs
 from megatron_runtime.text_generation_server.retokenization import with_earlier_tokens
 from megatron_runtime.text_generation_server.schema import ChatRequest
 from megatron_runtime.text_generation_server.service import Prompt, Service
@@ -29,6 +29,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     prompt = await service.encode_chat(asked.messages, tools=asked.offered_tools, variables=asked.chat_template_kwargs)
     if asked.prevent_retokenization:
         prompt = await with_earlier_tokens(service, asked, prompt)
+    if asked.add_BOS:
+        prompt = service.with_bos(prompt)
     service.check_tokens(prompt, param="messages")
     generation = service.generation(
         asked,
@@ -38,9 +40,8 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         form=None if tools is None else tools.form,
         markers=() if tools is None else tools.markers,
     )
-    carried = prompt if asked.prevent_retokenization else None
     answer = _ChatAnswer(
-        service, asked, tools, carried, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
+        service, asked, tools, prompt, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}
     )
     if asked.stream:
         return service.stream(answer.events(generation))
@@ -52,14 +53,14 @@ async def create_chat_completion(service: Service, request: Request) -> Response
 class _ChatAnswer:
     """The JSON of one answer, whole or as events.
 
-    prompt: the prompt's tokens, where messages carry them.
+    prompt: the prompt's tokens.
     head:   id and time, the same in every event.
     """
 
     service: Service
     asked: ChatRequest
     tools: ToolUse | None
-    prompt: list[int] | None
+    prompt: list[int]
     head: dict[str, Any]
 
     async def events(self, generation: Generation) -> AsyncGenerator[dict[str, Any]]:
@@ -84,14 +85,26 @@ class _ChatAnswer:
 
     def _choice(self, index: int) -> ChatChoice:
         if self.tools is None:
-            return ChatChoice(index, prompt=self.prompt)
+            return ChatChoice(index, carried=self._carried)
         return ChatChoice(
             index,
             parser=self.tools.parser(),
             is_named=self.tools.is_named,
             is_single=self.asked.parallel_tool_calls is False,
-            prompt=self.prompt,
+            carried=self._carried,
         )
+
+    def _carried(self, piece: Piece) -> dict[str, Any]:
+        """What the message says of its making, as far as it was asked for."""
+        asked, told = self.asked, {}
+        if asked.prevent_retokenization or asked.return_tokenized_data:
+            told = {"prompt_token_ids": self.prompt, "generation_token_ids": list(piece.generated)}
+            if asked.logprobs and piece.generated_log_probs is not None:
+                told["generation_log_probs"] = plain_log_probs(piece.generated_log_probs)
+        if asked.return_raw_text:
+            tokens = [*self.prompt, *piece.generated]
+            told["raw_text"] = self.service.tokenizer.decode(tokens, skip_special=False)
+        return told
 
     def _delta(self, delta: Delta) -> dict[str, Any]:
         choice = {

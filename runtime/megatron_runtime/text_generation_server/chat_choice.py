@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,8 +16,8 @@ _ID_CHARACTERS = string.ascii_letters + string.digits
 _ID_LENGTH = 9
 """Nine letters and digits: some chat templates accept no other ids."""
 
-CARRIED = frozenset({"prompt_token_ids", "generation_token_ids"})
-"""What a message that prevents retokenization says of itself."""
+CARRIED = frozenset({"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"})
+"""What a message may say of its making."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class ChatChoice:
     parser:    finds calls in the text; None where there are no tools.
     is_named:  the request named the one tool to call; then the answer ends with "stop".
     is_single: only the first call is given out.
-    prompt:    tokens of the prompt where the message is to carry them and its own; else None.
+    carried:   what the message says of its making, by its last piece.
     """
 
     def __init__(
@@ -47,10 +47,10 @@ class ChatChoice:
         parser: ToolParser | None = None,
         is_named: bool = False,
         is_single: bool = False,
-        prompt: list[int] | None = None,
+        carried: Callable[[Piece], dict[str, Any]] = lambda _piece: {},
     ) -> None:
         self._index = index
-        self._prompt = prompt
+        self._carried = carried
         self._parser = parser
         self._is_named = is_named
         self._is_single = is_single
@@ -71,10 +71,7 @@ class ChatChoice:
             if delta is not None:
                 yield self._next(delta)
         if piece.finish_reason is not None:
-            carried = {}
-            if self._prompt is not None:
-                carried = {"prompt_token_ids": self._prompt, "generation_token_ids": list(piece.generated)}
-            yield self._next(carried, self._reason(piece.finish_reason))
+            yield self._next(self._carried(piece), self._reason(piece.finish_reason))
 
     def _events(self, piece: Piece) -> list[Event]:
         if self._parser is None:

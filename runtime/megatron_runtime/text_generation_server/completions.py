@@ -53,6 +53,8 @@ async def create_completion(service: Service, request: Request) -> Response:
 async def _prompt(service: Service, item: str | list[int], place: int, asked: CompletionRequest) -> Prompt:
     param = "prompt" if len(asked.prompt) == 1 else f"prompt[{place}]"
     tokens = await service.encode(item) if isinstance(item, str) else item
+    if asked.add_BOS:
+        tokens = service.with_bos(tokens)
     service.check_tokens(tokens, param=param)
     echoed = None
     if asked.echo:

@@ -51,6 +51,7 @@ class Piece:
 
     token_ids: the tokens that this part was made of.
     generated: all tokens that were generated, those that ended the answer included; on the last part only.
+    generated_log_probs: of each of them, where they are known.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Piece:
     log_probs: Sequence[TokenLogProb] = ()
     token_ids: Sequence[int] = ()
     generated: Sequence[int] = ()
+    generated_log_probs: Sequence[float] | None = None
 
 
 @dataclass(slots=True)
@@ -245,7 +247,13 @@ class Generation:
         raise ApiError(500, "the engine's stream ended without a final answer")
 
     def _finished(self, job: Job, choice: _Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
-        piece = replace(choice.finish(reply), generated=reply["generated_tokens"])
+        tokens, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
+        piece = replace(
+            choice.finish(reply),
+            generated=tokens,
+            # After a failover the reply may have only those that came after it.
+            generated_log_probs=log_probs if log_probs is not None and len(log_probs) == len(tokens) else None,
+        )
         self.usage.add(job, reply)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece

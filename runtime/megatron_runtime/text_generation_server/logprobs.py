@@ -58,6 +58,11 @@ def completion_log_probs(tokens: Sequence[TokenLogProb], tokenizer: Tokenizer) -
     }
 
 
+def plain_log_probs(log_probs: Iterable[float]) -> list[float]:
+    """As JSON can say them."""
+    return [_finite(log_prob) for log_prob in log_probs]
+
+
 def _chat_token(token: int, log_prob: float | None, tokenizer: Tokenizer) -> dict[str, Any]:
     data = tokenizer.token_bytes(token)
     text = _decoded(data)

@@ -118,6 +118,11 @@ class Service:
             return self.tokenizer.encode(text, add_special=add_special)
         return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
 
+    def with_bos(self, tokens: list[int]) -> list[int]:
+        """The same tokens after the one that begins a sequence, where the model has one and they do not begin so."""
+        first = self.tokenizer.bos_id
+        return tokens if first is None or tokens[:1] == [first] else [first, *tokens]
+
     async def encode_chat(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
     ) -> list[int]:

@@ -53,3 +53,45 @@ async def test_a_template_that_does_not_end_answers_is_told(start_with_template:
     carried = {"role": "assistant", "content": "x", "prompt_token_ids": [5], "generation_token_ids": [6]}
     reply = await running.chat(messages=[QUESTION, carried, QUESTION], prevent_retokenization=True)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[1].generation_token_ids")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_message_tells_of_its_making_what_is_asked_for(
+    running: Any, tokenizer: Any, backend_log_prob: Any, stream: bool
+) -> None:
+    extra = {"return_tokenized_data": True, "return_raw_text": True}
+    fields = {"model": "smollm2", "temperature": 0, "messages": [QUESTION], "logprobs": True, "stream": stream}
+    reply = await running.openai.chat.completions.create(**fields, extra_body=extra)
+    if stream:
+        *_, last = [chunk async for chunk in reply]
+        message = last.choices[0].delta.model_dump()
+    else:
+        message = reply.choices[0].message.model_dump()
+    prompt, tokens = running.backend.requests[0][0], message["generation_token_ids"]
+    assert message["prompt_token_ids"] == prompt
+    assert tokens[-1] == tokenizer.eos_ids[0]
+    assert message["generation_log_probs"] == [backend_log_prob(token, at) for at, token in enumerate(tokens)]
+    assert message["raw_text"] == tokenizer.decode([*prompt, *tokens], skip_special=False)
+    assert tokenizer.decode([tokens[-1]], skip_special=False) in message["raw_text"]
+    # It may be sent back as it came.
+    history = [QUESTION, {**message, "role": "assistant", "content": "x"}, QUESTION]
+    again = await running.openai.chat.completions.create(**{**fields, "messages": history, "stream": False})
+    told = again.choices[0].message.model_dump()
+    assert not {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"} & told.keys()
+
+
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_a_prompt_begins_with_the_models_first_token_where_that_is_asked_for(
+    running: Any, tokenizer: Any, path: str
+) -> None:
+    body = {"model": "smollm2", "temperature": 0, "skip_prompt_log_probs": True, "add_BOS": True}
+    own = {"prompt": "Hi"} if path == "completions" else {"messages": [QUESTION]}
+    reply = await running.post(f"/v1/{path}", {**body, **own})
+    assert reply.status_code == 200
+    plain = tokenizer.encode("Hi") if path == "completions" else tokenizer.encode_chat([QUESTION])
+    first = tokenizer.bos_id
+    assert first is not None
+    assert running.backend.requests[0][0] == (plain if plain[0] == first else [first, *plain])
+    assert running.backend.requests[0][0].count(first) >= 1
+    await running.post("/v1/completions", {**body, "prompt": [first, 7]})
+    assert running.backend.requests[1][0] == [first, 7]

@@ -47,6 +47,8 @@ class ChatMessage(BaseModel):
     prompt_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
     generation_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
 
+    generation_log_probs: Any = None
+    raw_text: Any = None
     refusal: Any = None
     annotations: Any = None
     reasoning: Any = None
@@ -108,6 +110,8 @@ class ChatRequest(GenerationRequest):
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     prevent_retokenization: StrictBool | None = None
+    return_tokenized_data: StrictBool | None = None
+    return_raw_text: StrictBool | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None

@@ -71,6 +71,8 @@ class GenerationRequest(BaseModel):
     include_stop_str_in_output: StrictBool | None = None
     streaming_interval: Annotated[StrictInt, Field(ge=1)] | None = None
     return_token_ids: StrictBool | None = None
+    add_BOS: StrictBool | None = None
+    skip_prompt_log_probs: StrictBool | None = None
     priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
     cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = None
 
