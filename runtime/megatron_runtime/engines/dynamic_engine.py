@@ -105,6 +105,17 @@ class DynamicInferenceEngine(EngineInProgram):
             self._scheduler.remove(request)
         return request is not None
 
+    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
+        """Forget every request, without an answer, and what prefixes were computed unless that is to be kept.
+
+        Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
+        """
+        with self._alone():
+            for request_id in list(self._scheduler.open):
+                self.abort_request(request_id)
+            if not preserve_prefix_cache:
+                self.context.clear_prefix_cache()
+
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:

@@ -222,3 +222,36 @@ def test_a_suspend_clears_the_cache_only_where_the_kv_is_dropped(mode: KVCacheMa
 def test_a_block_that_is_no_multiple_of_a_page_is_refused() -> None:
     with pytest.raises(InvalidConfigError, match=r"block_size_tokens=10.*multiple of 4"):
         make_engine(block_size_tokens=10)
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_reset_forgets_requests_and_the_cache_unless_that_is_kept(preserve: bool) -> None:
+    engine = make_engine(max_requests=2)
+    add(engine, 0, PROMPT)
+    run(engine)
+    for number in range(1, 5):
+        add(engine, number, [number, *PROMPT], 50)
+    step(engine)
+    engine.reset(preserve_prefix_cache=preserve)
+    engine.check_integrity()
+    assert not engine.has_work
+    assert engine.context.usage == 0
+    add(engine, 1, PROMPT)
+    last = run(engine)[1]
+    assert last.num_cached_tokens == (24 if preserve else 0)
+    assert last.new_tokens == echo_answer(PROMPT, 4)
+    if not preserve:
+        fresh = make_engine().context.allocator
+        engine.reset()
+        assert engine.context.allocator.num_free == fresh.num_free
+
+
+async def test_an_engine_that_serves_a_coordinator_is_not_reset() -> None:
+    engine = make_engine()
+    await engine.start_listening_to_data_parallel_coordinator()
+    try:
+        with pytest.raises(RuntimeError, match="serves a coordinator"):
+            engine.reset()
+    finally:
+        await engine.stop_listening()
+    engine.reset()
