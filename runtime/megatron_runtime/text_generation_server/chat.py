@@ -96,7 +96,8 @@ class _ChatAnswer:
 
     def _carried(self, piece: Piece) -> dict[str, Any]:
         """What the message says of its making, as far as it was asked for."""
-        asked, told = self.asked, {}
+        asked = self.asked
+        told: dict[str, Any] = {}
         if asked.prevent_retokenization or asked.return_tokenized_data:
             told = {"prompt_token_ids": self.prompt, "generation_token_ids": list(piece.generated)}
             if asked.logprobs and piece.generated_log_probs is not None:
