@@ -84,6 +84,11 @@ class LocalCluster:
         return self.layout.bin / "kubectl"
 
     @property
+    def audit_log(self) -> Path:
+        """What service accounts asked for, while the cluster is a control plane only."""
+        return self.layout.audit_log
+
+    @property
     def settings(self) -> Settings:
         """Addresses and ports; an error before the first `up`."""
         settings = config.load(self.layout)

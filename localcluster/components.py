@@ -97,7 +97,16 @@ def apiserver(settings: Settings, layout: Layout, programs: Path) -> Component:
         "--kubelet-preferred-address-types=InternalIP",
         f"--endpoint-reconciler-type={'none' if alone else 'lease'}",
     )
-    return Component("kube-apiserver", argv, ready_url=f"{settings.api_url}/readyz")
+    policy = audit_policy(layout)
+    if alone:
+        argv += (f"--audit-policy-file={policy}", f"--audit-log-path={layout.audit_log}")
+    files = (policy,) if alone else ()
+    return Component("kube-apiserver", argv, ready_url=f"{settings.api_url}/readyz", files=files)
+
+
+def audit_policy(layout: Layout) -> Path:
+    """Where the API server of a control plane reads whose requests it is to note down."""
+    return layout.config / "audit-policy.yaml"
 
 
 def controller_manager(settings: Settings, layout: Layout, programs: Path) -> Component:

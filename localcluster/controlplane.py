@@ -30,6 +30,7 @@ def configure(settings: Settings, layout: Layout) -> None:
     for identity in CLIENTS:
         write(layout.client_config(identity), render.kubeconfig(settings, layout, identity=identity))
     write(layout.kubeconfig, render.kubeconfig(settings, layout, identity="admin"))
+    write(components.audit_policy(layout), render.audit_policy())
 
 
 def start(component: Component, layout: Layout, steps: Steps, *, ready: Callable[[], bool] | None = None) -> None:

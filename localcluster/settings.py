@@ -136,6 +136,11 @@ class Layout:
         return self.state / "logs"
 
     @property
+    def audit_log(self) -> Path:
+        """What the operator's accounts asked of a control plane's API server, a JSON object a line."""
+        return self.logs / "audit.log"
+
+    @property
     def run(self) -> Path:
         """Process records, and the machine's settings as they were before."""
         return self.state / "run"

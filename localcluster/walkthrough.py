@@ -58,7 +58,7 @@ class Chat:
 
     def __init__(self, url: str, model: str) -> None:
         self.url = url
-        self._model = model
+        self.model = model
 
     def ask(self, messages: list[dict[str, str]], *, max_tokens: int = 32, timeout: float = 120) -> str:
         answer = httpx.post(self._path, json=self._body(messages, max_tokens), timeout=timeout)
@@ -79,7 +79,7 @@ class Chat:
         return f"{self.url}/v1/chat/completions"
 
     def _body(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, object]:
-        return {"model": self._model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+        return {"model": self.model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
 
     def _read(self, stream: Stream, messages: list[dict[str, str]], max_tokens: int) -> None:
         body = {**self._body(messages, max_tokens), "stream": True}

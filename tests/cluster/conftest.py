@@ -128,15 +128,23 @@ def make_operator(
 ) -> Iterator[Callable[..., OperatorProcess]]:
     made: list[OperatorProcess] = []
 
-    def make(*arguments: str, pod: str = "operator-0", everywhere: bool = False) -> OperatorProcess:
+    def make(
+        *arguments: str,
+        pod: str = "operator-0",
+        everywhere: bool = False,
+        kubeconfig: Path = operator_kubeconfig,
+        coordinator_port: int = node.ports.admin,
+        **options: Any,
+    ) -> OperatorProcess:
         process = OperatorProcess(
-            kubeconfig=operator_kubeconfig,
+            kubeconfig=kubeconfig,
             namespace=namespace,
-            coordinator_port=node.ports.admin,
+            coordinator_port=coordinator_port,
             log=tmp_path / f"operator-{len(made)}.log",
             arguments=arguments,
             pod=pod,
             everywhere=everywhere,
+            **options,
         )
         made.append(process)
         return process
@@ -243,6 +251,11 @@ def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:
 @pytest.fixture
 def resource(api: KubeApi, namespace: str) -> Resource:
     return Resource(api, namespace)
+
+
+@pytest.fixture
+def make_resource(api: KubeApi, namespace: str) -> Callable[[str], Resource]:
+    return lambda name: Resource(api, namespace, name)
 
 
 @pytest.fixture

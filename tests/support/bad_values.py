@@ -12,6 +12,23 @@ from megatron_operator.model.resource import MegatronInferenceSpec
 
 Schema = dict[str, Any]
 GOOD: dict[str, Any] = {"model": {"source": {"builtin": "smollm2-135m"}}}
+WEDGES: list[dict[str, Any]] = [
+    {"engine": {"image": "registry.example/none:1"}},
+    {"engine": {"podTemplate": {"spec": {"containers": [{"name": "engine", "command": ["false"]}]}}}},
+    {"engine": {"podTemplate": {"spec": {"nodeSelector": {"no": "node"}}}}},
+    {"engine": {"podTemplate": {"spec": {"containers": "x"}}}},
+    {"engine": {"gpusPerPod": 1}},
+    {"engine": {"startupSeconds": 10}},
+    {"engine": {"batching": {"kvCacheMemory": "1Ti"}}},
+    {"model": {"source": {"builtin": "no-such-model"}}},
+    {"model": {**GOOD["model"], "dtype": "Float8"}},
+    {"model": {**GOOD["model"], "maxSequenceLength": 16_777_216}},
+    {"parallelism": {"tensor": 3}},
+    {"coordinator": {"podTemplate": {"spec": {"containers": 7}}}},
+    {"server": {"podTemplate": {"spec": {"containers": [{"image": "x"}]}}}},
+    {"replicas": 0},
+]
+"""What the schema takes and no engine can live with, or only a cluster unlike this one: changes of the spec."""
 WRONG_TYPE: dict[str, Any] = {"string": 7, "integer": "7", "boolean": "yes", "object": "x"}
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -28,31 +30,52 @@ class OperatorProcess:
         arguments: tuple[str, ...] = (),
         pod: str = "operator-0",
         everywhere: bool = False,
+        program: tuple[str, ...] = ("-m", "megatron_operator.cli"),
     ) -> None:
-        """`pod`: whose Lease it is; a restart of the same pod takes it over at once."""
+        """
+        pod:     whose Lease it is; a restart of the same pod takes it over at once.
+        program: what Python runs.
+        """
         self._environment = {**os.environ, "POD_NAME": pod, "POD_UID": f"{pod}-uid"}
         self.health_port = free_port()
         self.log = log
         self._process: subprocess.Popen[bytes] | None = None
         self._command = [
-            *(sys.executable, "-m", "megatron_operator.cli", "run"),
+            *(sys.executable, *program, "run"),
             *("--kubeconfig", str(kubeconfig)),
             *(() if everywhere else ("--namespace", namespace)),
             *("--operator-namespace", namespace),
             *("--coordinator-address", f"127.0.0.1:{coordinator_port}"),
-            *("--lease-seconds", "10"),
+            *("--lease-seconds", "30"),
             *("--health-port", str(self.health_port)),
             *arguments,
         ]
 
     async def start(self, *, phase: str = "leading") -> None:
         """Start, and wait until it leads and watches, or until it is in another phase."""
-        self._process = self._spawn()
+        self._spawn()
         await self.reaches(phase)
 
-    def _spawn(self) -> subprocess.Popen[bytes]:
+    def _spawn(self) -> None:
         with self.log.open("ab") as log:
-            return subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+            self._process = subprocess.Popen(self._command, stdout=log, stderr=log, env=self._environment)
+
+    @contextlib.asynccontextmanager
+    async def kept_running(self) -> AsyncIterator[None]:
+        """Started again whenever it ends, as by a kubelet."""
+
+        async def keep() -> None:
+            while True:
+                if not self.running:
+                    self._spawn()
+                await asyncio.sleep(0.2)
+
+        keeper = asyncio.create_task(keep())
+        try:
+            yield
+        finally:
+            keeper.cancel()
+            await asyncio.gather(keeper, return_exceptions=True)
 
     async def reaches(self, phase: str, *, seconds: float = 45) -> None:
         assert self._process is not None
@@ -84,6 +107,20 @@ class OperatorProcess:
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
         return self._process.wait(timeout=20)
+
+    def freeze(self) -> None:
+        """SIGSTOP."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    async def ends(self) -> int:
+        """Wait until it ends by itself; the exit status."""
+        assert self._process is not None
+        return await asyncio.to_thread(self._process.wait, 60)
 
     @property
     def running(self) -> bool:

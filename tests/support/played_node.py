@@ -51,6 +51,7 @@ class Container:
     uid: str
     component: str
     engine: str
+    instance: str
     process: subprocess.Popen[bytes] | None
     health_port: int
     ready: bool | None = None
@@ -64,6 +65,8 @@ class PlayedNode:
         self.containers: dict[str, Container] = {}
         self.start_engines = True
         """False: engine pods stay Pending, as when no node has room."""
+        self.engine_arguments: tuple[str, ...] = ()
+        """Said to engines that start from now on, after their own."""
         self._api = api
         self._namespace = namespace
         self._folder = folder
@@ -100,6 +103,9 @@ class PlayedNode:
         for uid, pod in pods.items():
             if uid not in self.containers and (self.start_engines or _label(pod, LABEL_COMPONENT) != ENGINE):
                 self.containers[uid] = await self._start(pod)
+        for instance in {container.instance for container in self.containers.values()}:
+            # As mounted Secrets do, keys follow what is stored.
+            await self._keys(instance)
         for container in self.containers.values():
             ready = await self._is_ready(container)
             if ready != container.ready:
@@ -107,13 +113,14 @@ class PlayedNode:
                 container.ready = ready
 
     async def _start(self, pod: Mapping[str, Any]) -> Container:
-        component, name = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"]
+        component, name, instance = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"], _label(pod, LABEL_INSTANCE)
         health_port, process = free_port(), None
         if component in (COORDINATOR, ENGINE):
             spec = next(entry for entry in pod["spec"]["containers"] if entry["name"] == component)
-            arguments = self._localize(spec["args"], health_port, await self._keys(_label(pod, LABEL_INSTANCE)))
+            arguments = self._localize(spec["args"], health_port, await self._keys(instance))
             process = self._spawn(name, arguments)
-        return Container(name, pod["metadata"]["uid"], component, _label(pod, LABEL_ENGINE), process, health_port)
+        engine = _label(pod, LABEL_ENGINE)
+        return Container(name, pod["metadata"]["uid"], component, engine, instance, process, health_port)
 
     def _spawn(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-m", "megatron_runtime.cli", *arguments]
@@ -138,15 +145,23 @@ class PlayedNode:
         for index, argument in enumerate(found[:-1]):
             if argument in local:
                 found[index + 1] = local[argument]
-        return [*found, "--executor", "echo"] if found[0] == ENGINE else found
+        return [*found, "--executor", "echo", *self.engine_arguments] if found[0] == ENGINE else found
+
+    def keys_folder(self, instance: str) -> Path:
+        """Where the keys of a resource are, for its processes and for a client of the test."""
+        return self._folder / f"{instance}-keys"
 
     async def _keys(self, instance: str) -> Path:
-        folder = self._folder / f"{instance}-keys"
+        folder = self.keys_folder(instance)
         secret = await self._api.get(SECRET, self._namespace, f"{instance}-keys")
-        assert secret is not None, f"a pod of {instance} was made before its keys"
+        if secret is None:
+            assert folder.exists(), f"a pod of {instance} was made before its keys"
+            return folder
         folder.mkdir(exist_ok=True)
         for entry, text in secret["data"].items():
-            (folder / entry).write_bytes(base64.b64decode(text))
+            path, content = folder / entry, base64.b64decode(text)
+            if not path.exists() or path.read_bytes() != content:
+                path.write_bytes(content)
         return folder
 
     async def _is_ready(self, container: Container) -> bool:

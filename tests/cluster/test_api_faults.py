@@ -1,0 +1,148 @@
+"""The operator behind a proxy that refuses, cuts, forgets and expires its requests: every verb still acts once.
+
+One resource goes to and fro between Paused and Running, each time with another fault in the way of the operator alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_proxy import ApiProxy, Asked, Fault
+from coordinator_questions import ask_coordinator
+from eventually import eventually
+from soak import SOAK
+
+from localcluster import LocalCluster, processes
+from megatron_runtime.wire.headers import Header
+
+pytestmark = pytest.mark.cluster
+
+RESYNC_SECONDS = 5
+"""How a silent watch is found out in the short run; the long one waits for kopf to give the watch up."""
+
+
+def work(asked: Asked) -> bool:
+    return not asked.leads
+
+
+def write(asked: Asked) -> bool:
+    return asked.writes and not asked.leads
+
+
+FAULTS: dict[str, Callable[[], Fault]] = {
+    "409 to writes": lambda: Fault(write, answer=(409, "Conflict", {}), times=3),
+    "429 with Retry-After": lambda: Fault(work, answer=(429, "TooManyRequests", {"Retry-After": "1"}), times=4),
+    "a burst of 500": lambda: Fault(work, answer=(500, "InternalError", {}), times=4),
+    "a burst of 503": lambda: Fault(write, answer=(503, "ServiceUnavailable", {}), times=3),
+    "connections cut before the effect": lambda: Fault(work, times=4),
+    "answers lost after the effect": lambda: Fault(write, times=4, after=True),
+}
+
+
+@pytest.fixture
+async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
+    made = ApiProxy(operator_kubeconfig)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+class Flips:
+    """The resource between Running and Paused."""
+
+    def __init__(self, resource: Any, operator: Any) -> None:
+        self._resource, self._operator = resource, operator
+        self.signals: list[Header] = []
+
+    async def flip(self, what: str, *, seconds: float = 60) -> None:
+        paused = len(self.signals) % 2 == 0
+        await self._resource.patch(desiredState="Paused" if paused else "Running")
+        self.signals.append(Header.PAUSE if paused else Header.UNPAUSE)
+        try:
+            await self._resource.settled("Paused" if paused else "Running", seconds=seconds)
+        except AssertionError as error:
+            raise AssertionError(f"{what}: {error}\n{self._operator.log.read_text()[-3000:]}") from None
+
+
+async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
+    resource: Any,
+    make_operator: Any,
+    proxy: ApiProxy,
+    node: Any,
+    control_plane: LocalCluster,
+    api: Any,
+    namespace: str,
+    tmp_path: Path,
+) -> None:
+    kubeconfig = proxy.kubeconfig(tmp_path / "through-the-proxy")
+    resync = () if SOAK else ("--resync-seconds", str(RESYNC_SECONDS))
+    operator = make_operator(*resync, kubeconfig=kubeconfig)
+    await operator.start()
+    await resource.create()
+    await resource.settled("Running")
+
+    flips = Flips(resource, operator)
+    for what, make in FAULTS.items():
+        fault = proxy.inject(make())
+        await flips.flip(what)
+        assert fault.hit, f"{what}: no request met it"
+        proxy.heal()
+
+    assert proxy.expire_watches() > 5
+    await flips.flip("watches are too old")
+    assert proxy.silence_watches() > 5
+    await flips.flip("watches are silent", seconds=120)
+    assert operator.running
+    async with operator.kept_running():
+        # It ends when it cannot renew its Lease for too long.
+        await restart_api_server(control_plane)
+        await flips.flip("the API server was started anew", seconds=120)
+
+    reply = await ask_coordinator(api, namespace, node.ports.admin)
+    done = [(operation.signal, operation.phase) for operation in reply.operations]
+    assert done == [(signal, "Confirmed") for signal in flips.signals]
+    assert len({operation.operation_id for operation in reply.operations}) == len(flips.signals)
+
+
+async def restart_api_server(cluster: LocalCluster) -> None:
+    """kill -9, and what brings it back."""
+    record = processes.running("kube-apiserver", cluster.layout)
+    assert record is not None
+    processes.terminate([record.pid], grace=0)
+    await asyncio.to_thread(cluster.up)
+
+
+async def test_operator_waits_for_an_api_server_that_is_away_at_its_start(
+    resource: Any, make_operator: Any, proxy: ApiProxy, node: Any, tmp_path: Path
+) -> None:
+    operator = make_operator(kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
+    away = proxy.inject(Fault(lambda asked: True))
+    await resource.create()
+    await operator.start(phase="standing by")
+
+    async def asked_twice() -> bool:
+        return len(away.hit) > 1
+
+    await eventually(asked_twice, seconds=30, what="it asked again")
+    proxy.heal()
+    await operator.reaches("leading")
+    await resource.settled("Running")
+
+
+async def test_refused_permission_is_said_and_got_over(
+    resource: Any, make_operator: Any, proxy: ApiProxy, node: Any, tmp_path: Path
+) -> None:
+    """What a cluster's own policy refuses is named in the status; once allowed, nobody has to touch the resource."""
+    operator = make_operator(kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
+    refused = proxy.inject(Fault(lambda asked: asked.writes and "/statefulsets" in asked.path, (403, "Forbidden", {})))
+    await operator.start()
+    await resource.create()
+    status = await resource.until(lambda status: "Forbidden by the proxy" in str(status))
+    assert status["state"] == "Pending"
+    assert refused.hit
+    proxy.heal()
+    await resource.settled("Running", seconds=60)

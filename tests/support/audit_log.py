@@ -1,0 +1,71 @@
+"""The API server's own audit log: who asked for what, and what it was answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of one account."""
+
+    verb: str
+    group: str
+    resource: str
+    """With the subresource: `deployments/status`."""
+    namespace: str
+    name: str
+    code: int
+    denied: bool
+    """By RBAC."""
+
+    @property
+    def writes(self) -> bool:
+        return self.verb not in ("get", "list", "watch")
+
+    @property
+    def permission(self) -> tuple[str, str, str]:
+        """What a role must say for it."""
+        return self.group, self.resource, self.verb
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.resource} {self.namespace}/{self.name} -> {self.code}"
+
+
+class AuditLog:
+    """What one account did since this was made."""
+
+    def __init__(self, path: Path, *, user: str) -> None:
+        self._path, self._user = path, user
+        self._from = path.stat().st_size if path.exists() else 0
+
+    def requests(self) -> list[Request]:
+        return list(self._read())
+
+    def writes(self) -> list[Request]:
+        return [request for request in self._read() if request.writes]
+
+    def _read(self) -> Iterator[Request]:
+        with self._path.open("rb") as log:
+            log.seek(self._from)
+            for line in log:
+                if line.endswith(b"\n") and (entry := json.loads(line))["user"]["username"] == self._user:
+                    yield _request(entry)
+
+
+def _request(entry: dict[str, Any]) -> Request:
+    asked = entry.get("objectRef") or {}
+    parts = [asked.get("resource", entry["requestURI"]), *filter(None, [asked.get("subresource")])]
+    return Request(
+        verb=entry["verb"],
+        group=asked.get("apiGroup", ""),
+        resource="/".join(parts),
+        namespace=asked.get("namespace", ""),
+        name=asked.get("name", ""),
+        code=(entry.get("responseStatus") or {}).get("code", 0),
+        denied=(entry.get("annotations") or {}).get("authorization.k8s.io/decision") == "forbid",
+    )

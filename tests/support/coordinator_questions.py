@@ -1,0 +1,28 @@
+"""What a coordinator says to an admin that is not the operator."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from megatron_operator.cluster.kinds import SECRET
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.wire.messages import StatusReply
+from megatron_runtime.wire.security import KeyPair, PeerKeys
+
+
+async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:
+    """STATUS as a second admin sees it."""
+    admin = await api.get(SECRET, namespace, "megatron-operator-admin")
+    keys = await api.get(SECRET, namespace, "demo-keys")
+
+    def entry(secret: dict[str, Any], name: str) -> bytes:
+        return base64.b64decode(secret["data"][name]).split()[0]
+
+    own = KeyPair(entry(admin, "admin.pub"), entry(admin, "admin.key"))
+    link = ControlLink(port, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
+    await link.start()
+    try:
+        return await link.status()
+    finally:
+        link.close()
