@@ -67,7 +67,7 @@ def etcd(settings: Settings, layout: Layout) -> Component:
 def apiserver(settings: Settings, layout: Layout, programs: Path) -> Component:
     alone = settings.control_plane_only
     pki = layout.pki
-    argv = (
+    argv: tuple[str, ...] = (
         str(programs / "kube-apiserver"),
         f"--etcd-servers=http://127.0.0.1:{settings.ports['etcd']}",
         f"--bind-address={'127.0.0.1' if alone else '0.0.0.0'}",
