@@ -54,7 +54,7 @@ class _MegatronLLMBase:
     Direct mode: every rank is primary, and generate() runs the engine in the calling thread. Lifecycle verbs are for
     coordinator mode: there a background event loop hosts the engine's connection and, on global rank 0, the client.
 
-    model:     a LlamaForCausalLM of transformers in eval mode, or a LlamaModel. Its weights are copied.
+    model:     a causal language model of transformers in eval mode, or a DecoderModel. Its weights are copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
     inference_config: limits and habits; None means Megatron-Core's defaults, with a KV cache that fits this machine.
     coordinator_host, coordinator_port: where the coordinator listens; by default a free port on the loopback interface.

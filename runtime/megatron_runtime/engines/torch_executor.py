@@ -13,8 +13,11 @@ from megatron_runtime.engines.weight_store import WeightStore
 from megatron_runtime.layers.cpu import default_threads, select_dtype
 from megatron_runtime.loading.source import ModelSource
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_runtime.models.llama import LlamaModel
-from megatron_runtime.models.llama_config import LlamaConfig
+from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import build_decoder
+from megatron_runtime.parallel.groups import Groups
+from megatron_runtime.parallel.shard import IndivisibleError, ParallelSizes, Shard
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -29,6 +32,7 @@ class TorchExecutor:
     page_size:       tokens of a KV page.
     threads:         threads of torch; None means one for each processor, within the limit of the container.
     wrapper_class:   runs the model; made anew with each set of weights.
+    groups:          of a rank that holds a part of the model: how it speaks to the others. It runs execute_part().
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -45,26 +49,34 @@ class TorchExecutor:
         page_size: int = 16,
         threads: int | None = None,
         wrapper_class: type[GPTInferenceWrapper] = GPTInferenceWrapper,
+        groups: Groups | None = None,
     ) -> None:
         self.controller = controller or TextGenerationController(None, lambda: load_tokenizer(str(source.location)))
         self._dtype = select_dtype(dtype)
-        self._store = WeightStore(source, self._dtype)
+        self._groups = groups
+        shard = groups.shard if groups is not None else Shard()
+        self._store = WeightStore(source, self._dtype, shard=shard)
         config = self._store.config
+        require_divisible(config, shard.sizes)
         self.vocab_size = config.vocab_size
         self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
         self.page_size = page_size
         self.max_sequence_length = _longest_sequence(max_sequence_length, config)
-        self.num_pages = _num_pages(kv_cache_memory, config.kv_elements_per_token * self._dtype.itemsize * page_size)
+        width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
+        # All ranks have the same pages, as many as fit on a rank with the most layers.
+        most_layers = len(ParallelSizes(pipeline=shard.pipeline_size).shard(0).layers(config.num_layers))
+        self.num_pages = _num_pages(kv_cache_memory, most_layers * width * self._dtype.itemsize * page_size)
         self._threads = threads
         self._wrapper_class = wrapper_class
         self._pool = KVPool(
-            layers=config.num_layers,
+            layers=len(shard.layers(config.num_layers)),
             pages=self.num_pages,
             page_size=page_size,
-            width=2 * config.num_kv_heads * config.head_dim,
+            width=width,
             dtype=self._dtype,
         )
+        self._stage: StageRunner | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -73,6 +85,10 @@ class TorchExecutor:
     @property
     def has_weights(self) -> bool:
         return self._store.weights is not None
+
+    @property
+    def has_cache(self) -> bool:
+        return self._pool.cache_LPXE is not None
 
     @property
     def digest(self) -> str:
@@ -86,7 +102,7 @@ class TorchExecutor:
         self._pool.allocate()
 
     def release_weights(self) -> None:
-        self.controller.inference_wrapped_model = None
+        self.controller.inference_wrapped_model = self._stage = None
         self._store.release()
         _return_freed_memory()
 
@@ -114,16 +130,48 @@ class TorchExecutor:
             raise RuntimeError("execute() before load()")
         return self.controller.generate_step(plan, cache_LPXE)
 
+    def execute_part(self, plan: StepPlan) -> Parts:
+        """This rank's share of a step that all ranks of `groups` run: see StageRunner."""
+        cache_LPXE = self._pool.cache_LPXE
+        if cache_LPXE is None or self._stage is None:
+            raise RuntimeError("execute_part() before load(), or without groups")
+        return self._stage.run(plan, cache_LPXE)
+
     @torch.inference_mode()
     def _use_weights(self) -> None:
-        weights = self._store.weights
+        config, weights = self._store.config, self._store.weights
         assert weights is not None, "load() or swap() first"
-        self.controller.inference_wrapped_model = self._wrapper_class(
-            LlamaModel(self._store.config, weights), page_size=self.page_size, dtype=self._dtype
+        if self._groups is None:
+            self.controller.inference_wrapped_model = self._wrapper_class(
+                build_decoder(config, weights), page_size=self.page_size, dtype=self._dtype
+            )
+            return
+        self._stage = StageRunner(
+            model=build_decoder(config, weights, shard=self._groups.shard, collectives=self._groups),
+            controller=self.controller,
+            groups=self._groups,
+            hidden_size=config.hidden_size,
+            page_size=self.page_size,
+            dummy_page=self.num_pages - 1,
+            dtype=self._dtype,
         )
 
 
-def _longest_sequence(wanted: int | None, config: LlamaConfig) -> int:
+def require_divisible(config: ModelConfig, sizes: ParallelSizes) -> None:
+    """Raise IndivisibleError, naming both numbers and the remedy, where a model cannot be spread so."""
+    shard = sizes.shard(0)
+    shard.layers(config.num_layers)
+    shard.heads(config.num_heads)
+    shard.kv_heads(config.num_kv_heads)
+    shard.feed_forward(config.intermediate_size)
+    if config.moe is not None:
+        shard.experts(config.moe.num_experts)
+        shard.feed_forward(config.moe.intermediate_size)
+    elif sizes.expert > 1:
+        raise IndivisibleError(f"expert_parallel_size={sizes.expert}: this model has no experts: use 1")
+
+
+def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:
     limit = config.max_position_embeddings
     if wanted is None:
         return limit

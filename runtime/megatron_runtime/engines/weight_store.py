@@ -10,15 +10,16 @@ from megatron_runtime.engines.memory import require_memory
 from megatron_runtime.loading.checkpoint import open_checkpoint
 from megatron_runtime.loading.source import ModelSource, resolve
 from megatron_runtime.loading.verified import Signature, UnusableWeightsError, VerifiedCheckpoint, require_same_model
-from megatron_runtime.models.llama import LlamaWeights
-from megatron_runtime.models.llama_config import LlamaConfig
-from megatron_runtime.models.llama_weights import load_llama_weights
+from megatron_runtime.models.decoder import DecoderWeights
+from megatron_runtime.models.tensors import num_parameters
+from megatron_runtime.models.weights import load_weights
+from megatron_runtime.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
     source: ModelSource
-    weights: LlamaWeights
+    weights: DecoderWeights
     signature: Signature
 
 
@@ -28,19 +29,24 @@ class WeightStore:
     stage() may run beside a step, in another thread; all else belongs to the thread that runs the steps.
 
     source: what load() reads.
+    shard:  which part of it.
     """
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype) -> None:
+    def __init__(self, source: ModelSource, dtype: torch.dtype, *, shard: Shard | None = None) -> None:
         self.config = open_checkpoint(source).config
+        self._shard = shard or Shard()
         self.source = source
-        self.weights: LlamaWeights | None = None
+        self.weights: DecoderWeights | None = None
         self._dtype = dtype
         self._signature: Signature | None = None
         self._staged: _Staged | None = None
 
     @property
     def num_bytes(self) -> int:
-        return _num_elements(self.config) * self._dtype.itemsize
+        """About: of a part, its share of the whole model."""
+        return (
+            num_parameters(self.config) * self._dtype.itemsize // (self._shard.tensor_size * self._shard.pipeline_size)
+        )
 
     @property
     def digest(self) -> str | None:
@@ -90,17 +96,10 @@ class WeightStore:
         self._staged = None
 
     @torch.inference_mode()
-    def _read(self, source: ModelSource, like: Signature | None, *, what: str) -> tuple[LlamaWeights, Signature]:
-        checkpoint = VerifiedCheckpoint(open_checkpoint(source), expected=like.kinds if like is not None else None)
-        require_same_model(checkpoint.config, wanted=self.config)
+    def _read(self, source: ModelSource, like: Signature | None, *, what: str) -> tuple[DecoderWeights, Signature]:
+        found = open_checkpoint(source)
+        require_same_model(found.config, wanted=self.config)
+        checkpoint = VerifiedCheckpoint(found, expected=like.kinds if like is not None else None)
         require_memory(self.num_bytes, what=what)
-        weights = load_llama_weights(checkpoint, self._dtype)
-        return weights, checkpoint.signature
-
-
-def _num_elements(config: LlamaConfig) -> int:
-    hidden, feed = config.hidden_size, config.intermediate_size
-    attention = hidden * config.head_dim * (2 * config.num_heads + 2 * config.num_kv_heads)
-    layer = attention + 3 * hidden * feed + 2 * hidden
-    tables = config.vocab_size * hidden * (1 if config.tie_embeddings else 2)
-    return config.num_layers * layer + tables + hidden
+        weights = load_weights(checkpoint, self._dtype, shard=self._shard)
+        return weights, checkpoint.signature()

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
+
+from megatron_runtime.layers.embedding import Embedding
+from megatron_runtime.layers.quantized import QuantizedTensor
+
+Weight = torch.Tensor | QuantizedTensor
 
 
 class Linear:
@@ -27,6 +34,46 @@ class Linear:
     def dense(self) -> torch.Tensor:
         """weight_NK as it was given; a copy where it is packed."""
         return self._weight.to_dense() if self._packed else self._weight
+
+
+class LinearFactory(Protocol):
+    """What a model's matrices are made by, one after the other while weights are loaded.
+
+    dtype:           of the activations, and of dense weights.
+    quantized_kinds: GGML types whose blocks it takes as they are; of others it gets dense weights.
+    """
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def quantized_kinds(self) -> frozenset[int]: ...
+
+    def linear(self, weight_NK: Weight) -> Linear: ...
+
+    def embedding(self, weight_VD: Weight) -> Embedding: ...
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        """A table that is the head as well."""
+
+
+class DenseLinears:
+    """Implements LinearFactory: every weight is dense."""
+
+    quantized_kinds: frozenset[int] = frozenset()
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        assert isinstance(weight_NK, torch.Tensor), "quantized_kinds is empty"
+        return Linear(weight_NK)
+
+    def embedding(self, weight_VD: Weight) -> Embedding:
+        return Embedding(weight_VD, self.dtype)
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        assert isinstance(weight_VD, torch.Tensor), "quantized_kinds is empty"
+        return self.embedding(weight_VD), Linear(weight_VD, packed=False)
 
 
 def _can_pack(weight: torch.Tensor) -> bool:

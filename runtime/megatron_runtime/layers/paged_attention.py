@@ -26,7 +26,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """One sequence with several new tokens. Without cached tokens before them, `pages` and `mask_TS` are None."""
+    """One sequence with several new tokens. pages: None without cached tokens. mask_TS: None for a causal one."""
 
     rows: slice
     pages: torch.Tensor | None
@@ -35,20 +35,23 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the tokens of one step go in the cache, and what each of them sees. The same for every layer."""
+    """Where the tokens of one step go in the cache, and what each of them sees. The same for every layer of a kind."""
 
     cache_rows_T: torch.Tensor
     """Row of the cache, page * X + offset, that each token's keys and values are written to."""
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillChunk]
+    local: AttentionBatch | None = None
+    """For layers with a sliding window; None where no token's window leaves anything out."""
 
 
 class PagedAttention:
-    """softmax(q k^T / sqrt(D)) v for grouped query heads."""
+    """softmax(scale q k^T) v for grouped query heads. scale: None means 1 / sqrt(D)."""
 
-    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int) -> None:
+    def __init__(self, *, num_heads: int, num_kv_heads: int, head_dim: int, scale: float | None = None) -> None:
         self._heads, self._kv_heads, self._head_dim = num_heads, num_kv_heads, head_dim
         self._groups = num_heads // num_kv_heads
+        self._scale = scale
 
     def __call__(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, batch: AttentionBatch
@@ -66,7 +69,7 @@ class PagedAttention:
         k_BKSD, v_BKSD = kv_BSJKD.permute(2, 0, 3, 1, 4)
         # The query heads that share a key-value head are rows of one product, so that it is read once.
         q_BKGD = q_BHD.unflatten(1, (self._kv_heads, self._groups))
-        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask_B11S)
+        out_BKGD = F.scaled_dot_product_attention(q_BKGD, k_BKSD, v_BKSD, attn_mask=group.mask_B11S, scale=self._scale)
         return out_BKGD.flatten(1)
 
     def _prefill(
@@ -77,6 +80,6 @@ class PagedAttention:
         k_KGSD, v_KGSD = kv_JKSD[:, :, None].expand(-1, -1, self._groups, -1, -1)
         q_KGTD = q_THD[chunk.rows].unflatten(1, (self._kv_heads, self._groups)).permute(1, 2, 0, 3)
         out_KGTD = F.scaled_dot_product_attention(
-            q_KGTD, k_KGSD, v_KGSD, attn_mask=chunk.mask_TS, is_causal=chunk.mask_TS is None
+            q_KGTD, k_KGSD, v_KGSD, attn_mask=chunk.mask_TS, is_causal=chunk.mask_TS is None, scale=self._scale
         )
         return out_KGTD.permute(2, 0, 1, 3).flatten(1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.models.llama_config import LlamaConfig, RopeScaling
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, RopeScaling
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +24,14 @@ class Rotation:
         x_THD.mul_(self.cos_T1D).addcmul_(swapped_THD, self.sin_T1D)
 
 
-def inverse_frequencies(config: LlamaConfig) -> torch.Tensor:
+def inverse_frequencies(*, head_dim: int, theta: float, scaling: RopeScaling | None = None) -> torch.Tensor:
     """Return the angle per position of each rotary pair, float32 [head_dim / 2]."""
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponent)
-    if config.rope_scaling is not None:
-        frequencies = _scale_llama3(frequencies, config.rope_scaling)
+    exponent = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+    frequencies = 1.0 / (theta**exponent)
+    if isinstance(scaling, Llama3Scaling):
+        return _scale_llama3(frequencies, scaling)
+    if isinstance(scaling, LinearScaling):
+        return frequencies / scaling.factor
     return frequencies
 
 
@@ -40,7 +42,7 @@ def rotation(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.
     return Rotation(torch.cat((cos, cos), dim=-1).to(dtype), torch.cat((-sin, sin), dim=-1).to(dtype))
 
 
-def _scale_llama3(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
+def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Slow rotations are stretched by `factor`, fast ones kept, those between are blended."""
     wavelength = 2 * math.pi / frequencies
     turns = scaling.original_max_position_embeddings / wavelength

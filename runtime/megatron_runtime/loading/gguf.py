@@ -1,208 +1,241 @@
-"""Llama weights from a GGUF file, dequantised.
+"""Weights from a GGUF file, quantised as they are or dequantised.
 
-llama.cpp stores the rows of Q and K so that rotary pairs lie side by side; they are put back as transformers has them.
+llama.cpp stores some things otherwise than transformers, and they are given as transformers has them: the rows of q and
+k of some families lie in rotary pairs, the experts of a layer are one tensor, and norms have their offset added.
 """
 
 from __future__ import annotations
 
-import mmap
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Container, Iterator
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.models.llama_config import LlamaConfig
+from megatron_runtime.layers.quantized import (
+    BLOCK_SIZES,
+    KIND_NAMES,
+    PLAIN_DTYPES,
+    QuantizedTensor,
+    dequantize,
+)
+from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
+from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
+from megatron_runtime.models.families.base import Family, Fields
 from megatron_runtime.tokenization.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 
-_F32, _F16, _Q4_0, _Q4_1, _Q8_0, _BF16 = 0, 1, 2, 3, 8, 30
-
-_GLOBAL_NAMES = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER_NAMES = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_norm.weight": "attention_norm",
+    "attn_q.weight": "q",
+    "attn_k.weight": "k",
+    "attn_v.weight": "v",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "output",
+    "post_attention_norm.weight": "attention_output_norm",
+    "ffn_norm.weight": "mlp_norm",
+    "post_ffw_norm.weight": "mlp_output_norm",
+    "ffn_gate.weight": "gate",
+    "ffn_up.weight": "up",
+    "ffn_down.weight": "down",
+    "ffn_gate_inp.weight": "router",
+    "ffn_gate_exps.weight": "experts.gate",
+    "ffn_up_exps.weight": "experts.up",
+    "ffn_down_exps.weight": "experts.down",
 }
+_ARCHITECTURE_FIELDS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+    "rope.scaling.type",
+)
 _METADATA_KEYS = (
     "general.architecture",
-    "llama.attention.head_count",
-    "llama.attention.head_count_kv",
-    "llama.attention.key_length",
-    "llama.attention.layer_norm_rms_epsilon",
-    "llama.block_count",
-    "llama.context_length",
-    "llama.embedding_length",
-    "llama.expert_count",
-    "llama.feed_forward_length",
-    "llama.rope.dimension_count",
-    "llama.rope.freq_base",
-    "llama.rope.scaling.type",
-    "tokenizer.ggml.bos_token_id",
-    "tokenizer.ggml.eos_token_id",
-    "tokenizer.ggml.eot_token_id",
+    *(f"{architecture}.{field}" for architecture in GGUF_ARCHITECTURES for field in _ARCHITECTURE_FIELDS),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot")),
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor of transformers lies.
+
+    paired_heads: heads whose rows lie in rotary pairs. less: to be taken from its values.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+    paired_heads: int | None = None
+    less: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        values, size = BLOCK_SIZES[self.kind]
+        return self.shape[-1] // values * size
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
 class GGUFCheckpoint:
-    """A Llama in a .gguf file. Making one reads the headers."""
+    """A model in a .gguf file. Making one reads the headers."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        metadata, self._index = read_gguf_index(path, keys=_METADATA_KEYS)
-        self._names = {info.name: _transformers_name(info.name) for info in self._index}
-        unknown = [name for name, known in self._names.items() if known is None]
-        if metadata.get("general.architecture") != "llama":
-            raise UnsupportedModelError(
-                f"{path} holds architecture {metadata.get('general.architecture')!r}: supported is 'llama'"
-            )
-        if unknown:
-            raise UnsupportedModelError(f"{path} holds tensors that a Llama has not: {', '.join(unknown[:8])}")
-        self.config = self._read_config(metadata)
+        self._file = MappedFile(path)
+        metadata, index = read_gguf_index(path, keys=_METADATA_KEYS)
+        _require_whole(path, index)
+        architecture = metadata.get("general.architecture")
+        prefix = f"{architecture}."
+        fields = Fields(
+            {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
+            where=str(path),
+        )
+        family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
+        self.config = _read_config(family, fields, metadata, {info.name: info for info in index})
+        self._entries = dict(_entries(index, family, self.config, path))
+        self.kinds = {
+            name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
+            for name, entry in self._entries.items()
+        }
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (transformers name, float32 tensor); F16 and BF16 tensors keep their type."""
-        heads = {"attn_q.weight": self.config.num_heads, "attn_k.weight": self.config.num_kv_heads}
-        with (
-            self._path.open("rb") as file,
-            mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as view,
-        ):
-            for info in self._index:
-                tensor = _dequantise(_raw_bytes(view, info, self._path), info, self._path)
-                for suffix, num_heads in heads.items():
-                    if info.name.endswith(suffix):
-                        tensor = _unpair_rotary_rows(tensor, num_heads)
-                name = self._names[info.name]
-                assert name is not None
-                yield name, tensor
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """Float32 values; F16 and BF16 tensors keep their type."""
+        entry = self._entries[name]
+        if len(entry.shape) == 1:
+            values = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape)
+            return (values - entry.less if entry.less else values)[part]
+        rows = self._rows(entry, part[:1])
+        values = dequantize(entry.kind, rows, (len(rows), entry.shape[1]))
+        return values[:, part[1]] if len(part) > 1 else values
 
-    def _read_config(self, metadata: dict[str, Any]) -> LlamaConfig:
-        def required(key: str) -> Any:
-            if key not in metadata:
-                raise UnsupportedModelError(f"{self._path} has no metadata key {key!r}, which a Llama needs")
-            return metadata[key]
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        entry = self._entries[name]
+        if entry.kind in PLAIN_DTYPES or entry.kind not in wanted or len(entry.shape) != 2:
+            return None
+        if len(part) > 1:
+            start, stop, _ = part[1].indices(entry.shape[1])
+            values = BLOCK_SIZES[entry.kind][0]
+            if start % values or stop % values:
+                return None
+        rows = self._rows(entry, part[:1])
+        whole = QuantizedTensor(entry.kind, (len(rows), entry.shape[1]), rows)
+        return whole.columns(part[1]) if len(part) > 1 else whole
 
-        hidden, heads = required("llama.embedding_length"), required("llama.attention.head_count")
-        head_dim = metadata.get("llama.attention.key_length", hidden // heads)
-        if metadata.get("llama.rope.dimension_count", head_dim) != head_dim:
-            raise UnsupportedModelError(f"{self._path} rotates a part of each head: whole heads are supported")
-        if metadata.get("llama.rope.scaling.type", "none") != "none":
-            kind = metadata["llama.rope.scaling.type"]
-            raise UnsupportedModelError(f"{self._path} has rope scaling {kind!r}: none is supported in GGUF files")
-        if metadata.get("llama.expert_count", 0):
-            raise UnsupportedModelError(f"{self._path} is a mixture of experts: dense models are supported")
-        shapes = {info.name: info.shape for info in self._index}
-        if "token_embd.weight" not in shapes:
-            raise UnsupportedModelError(f"{self._path} has no tensor 'token_embd.weight', which a Llama needs")
-        ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
-        return LlamaConfig(
-            vocab_size=shapes["token_embd.weight"][0],
-            hidden_size=hidden,
-            intermediate_size=required("llama.feed_forward_length"),
-            num_layers=required("llama.block_count"),
-            num_heads=heads,
-            num_kv_heads=metadata.get("llama.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            rms_norm_eps=required("llama.attention.layer_norm_rms_epsilon"),
-            rope_theta=metadata.get("llama.rope.freq_base", 10000.0),
-            max_position_embeddings=required("llama.context_length"),
-            tie_embeddings="output.weight" not in shapes,
-            eos_token_ids=tuple(dict.fromkeys(end for end in ends if end is not None)),
-            bos_token_id=metadata.get("tokenizer.ggml.bos_token_id"),
+    def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
+        """Blocks of some rows, uint8 [rows, bytes of one]; in the order of transformers."""
+        start, stop, _ = (part or (slice(None),))[0].indices(entry.shape[0])
+        if entry.paired_heads is None:
+            piece = self._file.piece(entry.offset + start * entry.row_bytes, (stop - start) * entry.row_bytes)
+            return piece.view(stop - start, entry.row_bytes)
+        order = torch.arange(entry.shape[0]).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
+        blocks = self._file.piece(entry.offset, entry.num_bytes).view(entry.shape[0], entry.row_bytes)
+        return blocks[order[start:stop]]
+
+
+def _read_config(
+    family: Family, fields: Fields, metadata: dict[str, Any], index: dict[str, GGUFTensorInfo]
+) -> ModelConfig:
+    if "token_embd.weight" not in index:
+        raise UnsupportedModelError(f"{fields.where} has no tensor 'token_embd.weight', which every model needs")
+    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return config_from_gguf(
+        family,
+        fields,
+        vocab_size=index["token_embd.weight"].shape[0],
+        tie_embeddings="output.weight" not in index,
+        ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def _entries(
+    index: tuple[GGUFTensorInfo, ...], family: Family, config: ModelConfig, path: Path
+) -> Iterator[tuple[str, _Entry]]:
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
+    unknown = []
+    for info in index:
+        own = _own_name(info.name)
+        short = own.split(".", 2)[-1] if own is not None else None
+        if own is None or (own.startswith("layers.") and short not in family.layer_names):
+            unknown.append(info.name)
+            continue
+        if short is not None and short.startswith("experts."):
+            yield from _experts(info, own, family)
+            continue
+        is_norm = own.endswith("norm")
+        yield (
+            family.hf_name(own),
+            _Entry(
+                info.kind,
+                info.shape,
+                info.offset,
+                paired_heads=heads.get(short or ""),
+                less=config.norm_weight_offset if is_norm else 0.0,
+            ),
+        )
+    if unknown:
+        raise UnsupportedModelError(
+            f"{path} holds tensors that a {family.architecture} has not: {', '.join(sorted(unknown)[:8])}"
         )
 
 
-def _transformers_name(name: str) -> str | None:
+def _experts(info: GGUFTensorInfo, own: str, family: Family) -> Iterator[tuple[str, _Entry]]:
+    count, *shape = info.shape
+    values, size = BLOCK_SIZES[info.kind]
+    layer, _, what = own.rpartition("experts.")
+    for expert in range(count):
+        offset = info.offset + expert * prod(shape) // values * size
+        yield family.hf_name(f"{layer}experts.{expert}.{what}"), _Entry(info.kind, tuple(shape), offset)
+
+
+def _own_name(name: str) -> str | None:
     if name in _GLOBAL_NAMES:
         return _GLOBAL_NAMES[name]
     match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
     if match is None or match[2] not in _LAYER_NAMES:
         return None
-    return f"model.layers.{match[1]}.{_LAYER_NAMES[match[2]]}"
+    return f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}"
 
 
-def _unpair_rotary_rows(weight: torch.Tensor, num_heads: int) -> torch.Tensor:
-    rows, columns = weight.shape
-    return weight.view(num_heads, rows // num_heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
-
-
-def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 2:]) - 8) * _half(blocks[:, :2])
-
-
-def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:]).mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
-
-
-def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
-    return blocks[:, 2:].view(torch.int8) * _half(blocks[:, :2])
-
-
-def _half(two_bytes: torch.Tensor) -> torch.Tensor:
-    return two_bytes.contiguous().view(torch.float16).float()
-
-
-def _nibbles(packed: torch.Tensor) -> torch.Tensor:
-    """Low halves first, then high halves: a block of 32 values lies in 16 bytes."""
-    return torch.cat((packed & 15, packed >> 4), dim=1).float()
-
-
-# GGML type number -> (values in a block, bytes of a block, blocks as rows of uint8 -> values as rows).
-_BLOCK_FORMATS: dict[int, tuple[int, int, Callable[[torch.Tensor], torch.Tensor]]] = {
-    _F32: (1, 4, lambda blocks: blocks.view(torch.float32).clone()),
-    _F16: (1, 2, lambda blocks: blocks.view(torch.float16).clone()),
-    _BF16: (1, 2, lambda blocks: blocks.view(torch.bfloat16).clone()),
-    _Q4_0: (32, 18, _q4_0),
-    _Q4_1: (32, 20, _q4_1),
-    _Q8_0: (32, 34, _q8_0),
-}
-
-
-def _block_sizes(info: GGUFTensorInfo, path: Path) -> tuple[int, int]:
-    if info.kind in _BLOCK_FORMATS:
-        values, size, _ = _BLOCK_FORMATS[info.kind]
-        return values, size
-    import gguf
-
-    try:
-        return gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType(info.kind)]
-    except (KeyError, ValueError) as error:
-        raise UnsupportedModelError(f"tensor {info.name!r} of {path} has unknown type {info.kind}") from error
-
-
-def _raw_bytes(view: mmap.mmap, info: GGUFTensorInfo, path: Path) -> torch.Tensor:
-    """The tensor's blocks as rows of bytes, without copying them."""
-    values, size = _block_sizes(info, path)
-    count = 1
-    for extent in info.shape:
-        count *= extent
-    if not info.shape or info.shape[-1] % values:
-        raise GGUFFormatError(f"tensor {info.name!r} of {path} has shape {info.shape}: rows of {values} expected")
-    num_bytes = count // values * size
-    if info.offset + num_bytes > len(view):
-        raise GGUFFormatError(f"{path} is cut short: tensor {info.name!r} ends beyond it")
-    return torch.frombuffer(view, dtype=torch.uint8, count=num_bytes, offset=info.offset).view(-1, size)
-
-
-def _dequantise(blocks: torch.Tensor, info: GGUFTensorInfo, path: Path) -> torch.Tensor:
-    if info.kind in _BLOCK_FORMATS:
-        return _BLOCK_FORMATS[info.kind][2](blocks).view(info.shape)
-    import gguf
-
-    kind = gguf.GGMLQuantizationType(info.kind)
-    try:
-        values = gguf.quants.dequantize(blocks.numpy().reshape(info.shape[0], -1), kind)
-    except NotImplementedError as error:
-        raise UnsupportedModelError(f"tensor {info.name!r} of {path} has unsupported type {kind.name}") from error
-    return torch.from_numpy(values).reshape(info.shape)
+def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...]) -> None:
+    """Every tensor is of a known type, in whole blocks, and in the file."""
+    size = path.stat().st_size
+    for info in index:
+        if info.kind not in BLOCK_SIZES:
+            raise UnsupportedModelError(
+                f"tensor {info.name!r} of {path} has type number {info.kind}: supported are "
+                f"{', '.join(KIND_NAMES.values())}"
+            )
+        values, block = BLOCK_SIZES[info.kind]
+        if not info.shape or info.shape[-1] % values:
+            raise GGUFFormatError(f"tensor {info.name!r} of {path} has shape {info.shape}: rows of {values} expected")
+        end = info.offset + prod(info.shape) // values * block
+        if end > size:
+            raise GGUFFormatError(
+                f"{path} is cut short: tensor {info.name!r} ends at byte {end}, the file has {size}: fetch it again"
+            )

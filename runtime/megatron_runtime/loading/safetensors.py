@@ -1,94 +1,84 @@
-"""Llama weights from a directory as transformers writes it: config.json and *.safetensors."""
+"""Weights from a directory as transformers writes it: config.json and *.safetensors.
+
+A file is the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the other:
+https://github.com/huggingface/safetensors#format. Read here by hand, so that parts are taken straight from the mapping.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.models.llama_config import LlamaConfig, RopeScaling
+from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
+from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families import config_from_hf
 
-_ARCHITECTURES = ("LlamaForCausalLM",)
+INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_MAX_HEADER = 100 << 20
+_SIZE_BYTES = 8
+
+
+class SafetensorsFormatError(ValueError):
+    """A file is damaged or not of this format. The message names it and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    file: MappedFile
+    offset: int
+    size: int
 
 
 class SafetensorsCheckpoint:
-    """A Llama in a directory. Making one reads config.json."""
+    """A model in a directory. Making one reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
-        self._directory = directory
-        self.config = _read_config(directory)
+        self.config = read_config(directory)
+        self.kinds: dict[str, TensorKind] = {}
+        self._entries: dict[str, _Entry] = {}
+        for path in _files(directory):
+            self._add_file(path)
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (transformers name, tensor of the stored type)."""
-        for path in sorted(self._directory.glob("*.safetensors")):
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118 - safe_open is no mapping
-                    if not name.endswith(_IGNORED_SUFFIXES):
-                        yield name, file.get_tensor(name)
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """A view of the file, of the stored type."""
+        kind, entry = self.kinds[name], self._entries[name]
+        if not entry.size:
+            return torch.empty(kind.shape, dtype=kind.dtype)[part]
+        data = entry.file.piece(entry.offset, entry.size)
+        # A tensor may begin anywhere, its values need an address that is a multiple of their size.
+        data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
+        return data.view(kind.dtype).view(kind.shape)[part]
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
+        return None
+
+    def _add_file(self, path: Path) -> None:
+        file = MappedFile(path)
+        for name, (dtype, shape, start, stop) in _read_header(path).items():
+            if name.endswith(_IGNORED_SUFFIXES):
+                continue
+            if name in self._entries:
+                raise SafetensorsFormatError(
+                    f"tensor {name!r} is in {self._entries[name].file.path} and in {path}: remove one of them"
+                )
+            self.kinds[name] = TensorKind(shape, dtype)
+            self._entries[name] = _Entry(file, start, stop - start)
 
 
-def _read_config(directory: Path) -> LlamaConfig:
+def read_config(directory: Path) -> ModelConfig:
+    """The configuration in a directory's config.json and generation_config.json. Raises UnsupportedModelError."""
     path = directory / "config.json"
     values: dict[str, Any] = json.loads(path.read_text())
-    return parse_config(values, ends=_end_tokens(directory, values), where=str(path))
-
-
-def parse_config(values: dict[str, Any], *, ends: tuple[int, ...], where: str) -> LlamaConfig:
-    """The configuration that transformers writes as `values`. Raises UnsupportedModelError naming the field."""
-    architectures = values.get("architectures") or []
-    if not set(architectures) & set(_ARCHITECTURES):
-        raise UnsupportedModelError(f"{where} has architectures {architectures}: supported is {_ARCHITECTURES[0]}")
-    for flag in ("attention_bias", "mlp_bias"):
-        if values.get(flag):
-            raise UnsupportedModelError(f"{where} sets {flag}: linear layers without bias are supported")
-    if values.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModelError(f"{where} has hidden_act {values['hidden_act']!r}: supported is 'silu'")
-    try:
-        return _parse(values, ends, where)
-    except KeyError as error:
-        raise UnsupportedModelError(f"{where} has no field {error}, which a Llama needs") from error
-
-
-def _parse(values: dict[str, Any], ends: tuple[int, ...], path: str) -> LlamaConfig:
-    heads = values["num_attention_heads"]
-    # transformers 5 writes rope_parameters where version 4 wrote rope_theta and rope_scaling.
-    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
-    return LlamaConfig(
-        vocab_size=values["vocab_size"],
-        hidden_size=values["hidden_size"],
-        intermediate_size=values["intermediate_size"],
-        num_layers=values["num_hidden_layers"],
-        num_heads=heads,
-        num_kv_heads=values.get("num_key_value_heads") or heads,
-        head_dim=values.get("head_dim") or values["hidden_size"] // heads,
-        rms_norm_eps=values["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta") or values.get("rope_theta") or 10000.0,
-        max_position_embeddings=values["max_position_embeddings"],
-        tie_embeddings=values.get("tie_word_embeddings", False),
-        eos_token_ids=ends,
-        bos_token_id=values.get("bos_token_id"),
-        rope_scaling=_rope_scaling(rope, path),
-    )
-
-
-def _rope_scaling(rope: dict[str, Any], path: str) -> RopeScaling | None:
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind != "llama3":
-        raise UnsupportedModelError(f"{path} has rope type {kind!r}: supported are 'default' and 'llama3'")
-    return RopeScaling(
-        factor=rope["factor"],
-        low_freq_factor=rope["low_freq_factor"],
-        high_freq_factor=rope["high_freq_factor"],
-        original_max_position_embeddings=rope["original_max_position_embeddings"],
-    )
+    return config_from_hf(values, ends=_end_tokens(directory, values), where=str(path))
 
 
 def _end_tokens(directory: Path, values: dict[str, Any]) -> tuple[int, ...]:
@@ -99,3 +89,54 @@ def _end_tokens(directory: Path, values: dict[str, Any]) -> tuple[int, ...]:
     if found is None:
         return ()
     return tuple(found) if isinstance(found, list) else (found,)
+
+
+def _files(directory: Path) -> list[Path]:
+    """Those that the index names; all, where there is no index."""
+    index = directory / INDEX_FILE
+    if not index.is_file():
+        return sorted(directory.glob("*.safetensors"))
+    named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    missing = [name for name in named if not (directory / name).is_file()]
+    if missing:
+        raise SafetensorsFormatError(
+            f"{index} names {len(named)} files, {len(missing)} are missing, the first is {missing[0]}: "
+            "complete the directory"
+        )
+    return [directory / name for name in named]
+
+
+def _read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """Type, shape, first byte and the byte after the last, of each tensor."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(_SIZE_BYTES), "little")
+        if size < _SIZE_BYTES or length > min(size - _SIZE_BYTES, _MAX_HEADER):
+            raise SafetensorsFormatError(
+                f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone asks for {length}"
+            )
+        try:
+            header: Mapping[str, Any] = json.loads(file.read(length))
+        except ValueError as error:
+            raise SafetensorsFormatError(f"{path} has no readable header: {error}") from error
+    begin, found = _SIZE_BYTES + length, {}
+    for name, entry in header.items():
+        if name == "__metadata__":
+            continue
+        dtype, shape = _DTYPES.get(entry["dtype"]), tuple(entry["shape"])
+        if dtype is None:
+            raise UnsupportedModelError(
+                f"tensor {name!r} of {path} has type {entry['dtype']}: supported are {', '.join(_DTYPES)}"
+            )
+        start, stop = (begin + offset for offset in entry["data_offsets"])
+        if stop - start != prod(shape) * dtype.itemsize:
+            raise SafetensorsFormatError(
+                f"tensor {name!r} of {path} has {stop - start} bytes, its shape {shape} in {entry['dtype']} "
+                f"asks for {prod(shape) * dtype.itemsize}"
+            )
+        if stop > size:
+            raise SafetensorsFormatError(
+                f"{path} is cut short: tensor {name!r} ends at byte {stop}, the file has {size}: fetch it again"
+            )
+        found[name] = (dtype, shape, start, stop)
+    return found

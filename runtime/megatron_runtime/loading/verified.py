@@ -1,17 +1,18 @@
-"""Weights that were looked at while they were read: every value finite, and a signature to compare files by."""
+"""Weights that are looked at while they are read: every value finite, and a signature to compare files by."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_runtime.loading.checkpoint import Checkpoint
-from megatron_runtime.models.llama_config import LlamaConfig
+from megatron_runtime.layers.quantized import SCALES, QuantizedTensor
+from megatron_runtime.loading.checkpoint import Checkpoint, Part, TensorKind
+from megatron_runtime.models.config import ModelConfig
 
-Kinds = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+Kinds = Mapping[str, TensorKind]
 
 
 class UnusableWeightsError(ValueError):
@@ -27,46 +28,57 @@ class Signature:
 
 
 class VerifiedCheckpoint:
-    """Implements Checkpoint over another, and looks at each tensor on the way.
+    """Implements Checkpoint over another, and looks at what is read.
 
-    Its signature is there once every tensor was read. tensors() raises UnusableWeightsError at the first value that is
-    not finite, and at the first tensor that is not of the kind that `expected` has under its name.
+    read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite.
+
+    Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
 
     def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None) -> None:
         self._checkpoint = checkpoint
-        self._expected = expected
-        self._signature: Signature | None = None
+        self._digests: dict[str, tuple[int, bytes]] = {}
+        if expected is not None:
+            _require_kinds(checkpoint.kinds, expected)
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> ModelConfig:
         return self._checkpoint.config
 
     @property
+    def kinds(self) -> Kinds:
+        return self._checkpoint.kinds
+
     def signature(self) -> Signature:
-        assert self._signature is not None, "read every tensor first"
-        return self._signature
+        """Of what was read up to now: the same parts of equal files have equal digests."""
+        kinds = self.kinds
+        lines = "\n".join(f"{key} {self._digests[key]}" for key in sorted(self._digests))
+        shapes = "\n".join(f"{name} {kinds[name].shape} {kinds[name].dtype}" for name in sorted(kinds))
+        return Signature(kinds, hashlib.sha256(f"{shapes}\n{lines}".encode()).hexdigest())
 
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        kinds: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        digests = {}
-        for name, tensor in self._checkpoint.tensors():
-            kinds[name] = (tuple(tensor.shape), tensor.dtype)
-            if self._expected is not None:
-                _require_kind(name, kinds[name], self._expected)
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        # What is stored in blocks is looked at as it is stored: that is a fraction of its values' bytes.
+        stored = self.blocks(name, part, wanted=SCALES)
+        if stored is not None:
+            return stored.dequantize()
+        tensor = self._checkpoint.read(name, part)
+        # A sum is finite only if all its terms are; one that overflows is looked at again, value by value.
+        if not torch.isfinite(tensor.sum(dtype=torch.float32)):
             _require_finite(name, tensor)
-            digests[name] = _sum_of_bits(tensor)
-            yield name, tensor
-        missing = sorted(set(self._expected or ()) - set(kinds))
-        if missing:
-            raise UnusableWeightsError(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
-        lines = "\n".join(f"{name} {kinds[name]} {digests[name]}" for name in sorted(kinds))
-        self._signature = Signature(kinds, hashlib.sha256(lines.encode()).hexdigest())
+        self._digests[f"{name} {part}"] = _sum_of_bits(tensor)
+        return tensor
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        stored = self._checkpoint.blocks(name, part, wanted=wanted)
+        if stored is not None:
+            _require_finite(name, stored.scales())
+            self._digests[f"{name} {part}"] = _sum_of_bits(stored.blocks_NB)
+        return stored
 
 
-def require_same_model(config: LlamaConfig, *, wanted: LlamaConfig) -> None:
+def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:
     """Raise UnusableWeightsError naming the first size or constant in which `config` differs, with both values."""
-    for field in fields(LlamaConfig):
+    for field in fields(ModelConfig):
         given, own = getattr(config, field.name), getattr(wanted, field.name)
         if given != own:
             raise UnusableWeightsError(
@@ -75,18 +87,21 @@ def require_same_model(config: LlamaConfig, *, wanted: LlamaConfig) -> None:
             )
 
 
-def _require_kind(name: str, kind: tuple[tuple[int, ...], torch.dtype], expected: Kinds) -> None:
-    own = expected.get(name)
-    if own is None:
-        raise UnusableWeightsError(f"tensor {name!r} is not among the {len(expected)} tensors of the model in use")
-    for what, given, wanted in zip(("shape", "type"), kind, own, strict=True):
-        if given != wanted:
-            raise UnusableWeightsError(f"tensor {name!r} has {what} {given}, the model in use has {wanted}")
+def _require_kinds(kinds: Kinds, expected: Kinds) -> None:
+    for name, kind in kinds.items():
+        own = expected.get(name)
+        if own is None:
+            raise UnusableWeightsError(f"tensor {name!r} is not among the {len(expected)} tensors of the model in use")
+        for what, given, wanted in (("shape", kind.shape, own.shape), ("type", kind.dtype, own.dtype)):
+            if given != wanted:
+                raise UnusableWeightsError(f"tensor {name!r} has {what} {given}, the model in use has {wanted}")
+    missing = sorted(set(expected) - set(kinds))
+    if missing:
+        raise UnusableWeightsError(f"{len(missing)} tensors are missing, the first is {missing[0]!r}")
 
 
-def _require_finite(name: str, tensor: torch.Tensor) -> None:
-    # A sum is finite only if all its terms are; one that overflows is looked at again, value by value.
-    if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
+def _require_finite(name: str, values: torch.Tensor) -> None:
+    if not torch.isfinite(values).all():
         raise UnusableWeightsError(f"tensor {name!r} has values that are not finite: the weights are damaged")
 
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.engines.executor import Int32, StepPlan
 from megatron_runtime.engines.step_layout import Int64, lay_out
 from megatron_runtime.layers.paged_attention import AttentionBatch
 from megatron_runtime.sampling.batch import Float32
@@ -19,6 +19,10 @@ LOGIT_ROWS = 64
 
 class PagedModel(Protocol):
     """A model over a paged KV cache; `models/` says what the letters mean."""
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a layer sees that does not see everything; None where all do."""
 
     def __call__(
         self,
@@ -45,10 +49,16 @@ class ForwardStep:
     _x_ND: torch.Tensor
     _targets: list[tuple[int, slice]]
 
+    def draw(self) -> Int32 | None:
+        """int32 [n]: tokens that were drawn where the logits are; None where the host samples."""
+        return None
+
     @torch.inference_mode()
-    def sampled_logits(self) -> Float32:
-        """float32 [n, V]."""
-        return self._logits(slice(0, len(self.sampled_rows)))
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        """float32 [n, V]. which: of these sampled rows, ascending; None means all."""
+        if which is None or len(which) == len(self.sampled_rows):
+            return self._logits(slice(0, len(self.sampled_rows)))
+        return self._logits(torch.from_numpy(which))
 
     @torch.inference_mode()
     def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
@@ -57,7 +67,7 @@ class ForwardStep:
             for start in range(where.start, where.stop, LOGIT_ROWS):
                 yield row, start - where.start, self._logits(slice(start, min(start + LOGIT_ROWS, where.stop)))
 
-    def _logits(self, rows: slice) -> Float32:
+    def _logits(self, rows: slice | torch.Tensor) -> Float32:
         logits: Float32 = self._model.logits(self._x_ND[rows]).numpy()
         return logits
 
@@ -77,7 +87,7 @@ class GPTInferenceWrapper:
     @torch.inference_mode()
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
         """Compute the plan's tokens; their keys and values go into the cache."""
-        layout = lay_out(plan, page_size=self._page_size, dtype=self._dtype)
+        layout = lay_out(plan, page_size=self._page_size, dtype=self._dtype, window=self.model.sliding_window)
         x_ND = self.model(
             layout.token_ids_T,
             layout.positions_T,

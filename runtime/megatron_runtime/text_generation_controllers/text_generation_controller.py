@@ -8,6 +8,7 @@ from threading import Lock
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron_runtime.config import LogprobsMode
 from megatron_runtime.engines.executor import StepPlan, StepResult
@@ -89,20 +90,35 @@ class TextGenerationController:
         """Run the plan, and sample the tokens it asks for."""
         if self.inference_wrapped_model is None:
             raise RuntimeError("the model's weights are not loaded: load() or resume first")
-        step = self.inference_wrapped_model.run_one_forward_step(plan, cache_LPXE)
+        return self.sample_step(self.inference_wrapped_model.run_one_forward_step(plan, cache_LPXE), plan)
+
+    def sample_step(self, step: ForwardStep, plan: StepPlan) -> StepResult:
+        """Sample the tokens that `plan` asks for from the forward pass of it."""
         tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
         found: dict[int, LogProbs] = {}
-        if len(step.sampled_rows):
-            logits_NV, rows = step.sampled_logits(), step.sampled_rows
-            wanted = np.flatnonzero(plan.sampling.num_log_probs[rows] != NO_LOG_PROBS)
-            # Sampling changes logits in place; raw log-probabilities are of what they were before.
-            reported = {int(rows[i]): self._reported(logits_NV[i].copy(), plan, int(rows[i])) for i in wanted}
-            tokens[rows] = sample(logits_NV, plan.sampling, rows)
-            found = {
-                row: log_probs(logits_V[None], tokens[row : row + 1], top_n=int(plan.sampling.num_log_probs[row]))
-                for row, logits_V in reported.items()
-            }
+        rows = step.sampled_rows
+        if len(rows):
+            drawn = step.draw()
+            if drawn is not None:
+                tokens[rows] = drawn
+            here = np.arange(len(rows)) if drawn is None else np.flatnonzero(_is_for_the_host(plan, rows))
+            if len(here):
+                found = self._sample_here(step.sampled_logits(here), rows[here], plan, tokens)
         return StepResult(tokens, found, _of_prompts(step, plan))
+
+    def _sample_here(
+        self, logits_NV: Float32, rows: npt.NDArray[np.int64], plan: StepPlan, tokens: npt.NDArray[np.int32]
+    ) -> dict[int, LogProbs]:
+        """Fill in `tokens` of `rows`; return the log-probabilities they ask for."""
+        num_log_probs = plan.sampling.num_log_probs
+        wanted = np.flatnonzero(num_log_probs[rows] != NO_LOG_PROBS)
+        # Sampling changes logits in place; raw log-probabilities are of what they were before.
+        reported = {int(rows[i]): self._reported(logits_NV[i].copy(), plan, int(rows[i])) for i in wanted}
+        tokens[rows] = sample(logits_NV, plan.sampling, rows)
+        return {
+            row: log_probs(logits_V[None], tokens[row : row + 1], top_n=int(num_log_probs[row]))
+            for row, logits_V in reported.items()
+        }
 
     def _reported(self, logits_V: Float32, plan: StepPlan, row: int) -> Float32:
         """The logits that the log-probabilities of `row` are made of."""
@@ -119,6 +135,12 @@ class TextGenerationController:
             top_p=float(batch.top_p[row]),
             min_p=float(batch.min_p[row]),
         )
+
+
+def _is_for_the_host(plan: StepPlan, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Whether each of `rows` asks for more than a device draws: edits of its logits, or log-probabilities."""
+    is_edited = np.array([int(row) in plan.sampling.edits for row in rows])
+    return is_edited | (plan.sampling.num_log_probs[rows] != NO_LOG_PROBS)
 
 
 def _of_prompts(step: ForwardStep, plan: StepPlan) -> dict[int, LogProbs]:

@@ -6,20 +6,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatron_kernels.registry import Backend, KernelConfig, Kernels, select_kernels
 from megatron_runtime.engines.executor import StepPlan
 from megatron_runtime.engines.step_layout import lay_out
+from megatron_runtime.layers.embedding import Embedding
 from megatron_runtime.layers.linear import Linear
 from megatron_runtime.layers.rotary import inverse_frequencies, rotation
-from megatron_runtime.models.llama import LayerWeights, LlamaModel, LlamaWeights
-from megatron_runtime.models.llama_config import LlamaConfig
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
 from megatron_runtime.sampling.sampler import sample
 
 PAGE = 16
-CONFIG = LlamaConfig(
+CONFIG = ModelConfig(
+    family="llama",
     vocab_size=96,
     hidden_size=48,
     intermediate_size=80,
@@ -33,12 +34,13 @@ CONFIG = LlamaConfig(
     tie_embeddings=False,
     eos_token_ids=(0,),
 )
+FREQUENCIES = inverse_frequencies(head_dim=CONFIG.head_dim, theta=CONFIG.rope_theta)
 TABLES = np.array([[4, 1, 7], [2, 6, 0]], dtype=np.int32)
 """Pages of two sequences."""
 
 
 @pytest.fixture(scope="module")
-def weights() -> LlamaWeights:
+def weights() -> DecoderWeights:
     generator = torch.Generator().manual_seed(7)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:
@@ -51,27 +53,34 @@ def weights() -> LlamaWeights:
             qkv_QD=Linear(matrix(heads + 2 * c.num_kv_heads * c.head_dim, c.hidden_size)),
             output_DH=Linear(matrix(c.hidden_size, heads)),
             mlp_norm_D=1 + 0.1 * matrix(1, c.hidden_size)[0],
-            gate_up_FD=Linear(matrix(2 * c.intermediate_size, c.hidden_size)),
-            down_DF=Linear(matrix(c.hidden_size, c.intermediate_size)),
+            mlp=FeedForward(
+                gate_up_FD=Linear(matrix(2 * c.intermediate_size, c.hidden_size)),
+                down_DF=Linear(matrix(c.hidden_size, c.intermediate_size)),
+            ),
         )
         for _ in range(c.num_layers)
     ]
     embedding, head = matrix(c.vocab_size, c.hidden_size), matrix(c.vocab_size, c.hidden_size)
-    return LlamaWeights(embedding, tuple(layers), torch.ones(c.hidden_size), Linear(4 * head))
+    return DecoderWeights(
+        embedding=Embedding(embedding, torch.float32),
+        layers=tuple(layers),
+        norm_D=torch.ones(c.hidden_size),
+        head_WD=Linear(4 * head),
+    )
 
 
 class LlamaOfKernels:
     """The decoder as a GPU would run it: nine launches a layer, four of them products of matrices by torch."""
 
-    def __init__(self, weights: LlamaWeights, kernels: Kernels) -> None:
+    def __init__(self, weights: DecoderWeights, kernels: Kernels) -> None:
         self.weights, self.kernels = weights, kernels
 
     def __call__(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
         k, weights, half = self.kernels, self.weights, CONFIG.head_dim // 2
-        turn = rotation(torch.from_numpy(plan.positions), inverse_frequencies(CONFIG), torch.float32)
+        turn = rotation(torch.from_numpy(plan.positions), FREQUENCIES, torch.float32)
         cos_TF, sin_TF = turn.cos_T1D[:, 0, :half], turn.sin_T1D[:, 0, half:]
         slots_T = torch.from_numpy(plan.slot_mapping)
-        residual_TD = F.embedding(torch.from_numpy(plan.token_ids), weights.embedding_VD)
+        residual_TD = weights.embedding(torch.from_numpy(plan.token_ids))
         x_TD = None
         for layer, cache_PXE in zip(weights.layers, cache_LPXE, strict=True):
             normed_TD = k.add_rms_norm(x_TD, residual_TD, layer.attention_norm_D, epsilon=CONFIG.rms_norm_eps)
@@ -88,9 +97,9 @@ class LlamaOfKernels:
             q_THC = qkv_TQ.unflatten(1, (-1, CONFIG.head_dim))[:, : CONFIG.num_heads]
             x_TD = layer.output_DH(self._attend(plan, q_THC, cache_PXE).flatten(1))
             normed_TD = k.add_rms_norm(x_TD, residual_TD, layer.mlp_norm_D, epsilon=CONFIG.rms_norm_eps)
-            x_TD = layer.down_DF(k.swiglu(layer.gate_up_FD(normed_TD)))
+            x_TD = layer.mlp.down_DF(k.swiglu(layer.mlp.gate_up_FD(normed_TD)))
         last_TD = k.add_rms_norm(x_TD, residual_TD, weights.norm_D, epsilon=CONFIG.rms_norm_eps)
-        return weights.head_VD(last_TD[torch.from_numpy(plan.query_lengths.cumsum() - 1)])
+        return weights.head_WD(last_TD[torch.from_numpy(plan.query_lengths.cumsum() - 1)])
 
     def _attend(self, plan: StepPlan, q_THC: torch.Tensor, cache_PXE: torch.Tensor) -> torch.Tensor:
         tables, lengths = torch.from_numpy(plan.block_tables), torch.from_numpy(plan.context_lengths)
@@ -141,7 +150,7 @@ def plan_of(cached: list[int], new: list[int], *, step: int) -> StepPlan:
 def test_every_kind_of_step(weights, backend):
     config = KernelConfig(**{name: backend for name in KernelConfig.__dataclass_fields__})
     ours = LlamaOfKernels(weights, select_kernels(config, torch.device("cpu")))
-    theirs = LlamaModel(CONFIG, weights)
+    theirs = DecoderModel(CONFIG, weights)
     shape = (CONFIG.num_layers, 8, PAGE, 2 * CONFIG.num_kv_heads * CONFIG.head_dim)
     our_cache, their_cache = torch.zeros(shape), torch.zeros(shape)
     # Prompts; a token each, over the end of a page; a token of one and more of the other's prompt.

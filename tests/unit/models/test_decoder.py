@@ -1,4 +1,4 @@
-"""The Llama against transformers: logits of whole prompts, and of mixed batches over scattered pages."""
+"""The decoder against transformers: logits of whole prompts, and of mixed batches over scattered pages."""
 
 from pathlib import Path
 
@@ -8,9 +8,8 @@ import transformers
 
 from megatron_runtime.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
-from megatron_runtime.models.llama import LlamaModel
-from megatron_runtime.models.llama_config import LlamaConfig
-from megatron_runtime.models.llama_weights import load_llama_weights
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.weights import load_weights
 
 PAGE = 16
 
@@ -20,9 +19,9 @@ class Model:
 
     def __init__(self, directory: Path) -> None:
         checkpoint = SafetensorsCheckpoint(directory)
-        self.config: LlamaConfig = checkpoint.config
+        self.config = checkpoint.config
         self.reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
-        self.ours = LlamaModel(self.config, load_llama_weights(checkpoint, torch.float32))
+        self.ours = DecoderModel(self.config, load_weights(checkpoint, torch.float32))
         width = 2 * self.config.num_kv_heads * self.config.head_dim
         self.cache = torch.zeros(self.config.num_layers, 64, PAGE, width)
 
@@ -144,7 +143,7 @@ def test_a_mixed_batch_over_scattered_pages_gives_each_sequence_its_own_logits(
 def test_bfloat16_weights_stay_near_float32(tiny: Model, tmp_path: Path) -> None:
     tiny.reference.save_pretrained(tmp_path)
     checkpoint = SafetensorsCheckpoint(tmp_path)
-    model = LlamaModel(checkpoint.config, load_llama_weights(checkpoint, torch.bfloat16))
+    model = DecoderModel(checkpoint.config, load_weights(checkpoint, torch.bfloat16))
     tokens = tiny.tokens(30, seed=5)
     hidden = model(
         tokens,

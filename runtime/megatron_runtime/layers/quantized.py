@@ -1,0 +1,137 @@
+"""Matrices as GGUF files hold them: rows of blocks, each a few dozen small integers with their scale.
+
+N rows, K columns, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+F32, F16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0 = 0, 1, 2, 3, 6, 7, 8
+Q2_K, Q3_K, Q4_K, Q5_K, Q6_K, BF16 = 10, 11, 12, 13, 14, 30
+
+KIND_NAMES = {
+    F32: "F32",
+    F16: "F16",
+    BF16: "BF16",
+    Q4_0: "Q4_0",
+    Q4_1: "Q4_1",
+    Q5_0: "Q5_0",
+    Q5_1: "Q5_1",
+    Q8_0: "Q8_0",
+    Q2_K: "Q2_K",
+    Q3_K: "Q3_K",
+    Q4_K: "Q4_K",
+    Q5_K: "Q5_K",
+    Q6_K: "Q6_K",
+}
+BLOCK_SIZES = {
+    F32: (1, 4),
+    F16: (1, 2),
+    BF16: (1, 2),
+    Q4_0: (32, 18),
+    Q4_1: (32, 20),
+    Q5_0: (32, 22),
+    Q5_1: (32, 24),
+    Q8_0: (32, 34),
+    Q2_K: (256, 84),
+    Q3_K: (256, 110),
+    Q4_K: (256, 144),
+    Q5_K: (256, 176),
+    Q6_K: (256, 210),
+}
+"""GGML type -> values of a block, bytes of a block."""
+SCALES = {
+    Q4_0: slice(0, 2),
+    Q4_1: slice(0, 4),
+    Q5_0: slice(0, 2),
+    Q5_1: slice(0, 4),
+    Q8_0: slice(0, 2),
+    Q2_K: slice(80, 84),
+    Q3_K: slice(108, 110),
+    Q4_K: slice(0, 4),
+    Q5_K: slice(0, 4),
+    Q6_K: slice(208, 210),
+}
+"""Quantised GGML type -> the bytes of a block that are float16; everything else in it is small integers."""
+PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedTensor:
+    """kind: GGML type number. shape: (N, K). blocks_NB: uint8, a view of the file where it can be."""
+
+    kind: int
+    shape: tuple[int, int]
+    blocks_NB: torch.Tensor
+
+    def dequantize(self) -> torch.Tensor:
+        """weight_NK in float32."""
+        return dequantize(self.kind, self.blocks_NB, self.shape)
+
+    def scales(self) -> torch.Tensor:
+        """Float16 scales and offsets of all blocks: if these are finite, all values are."""
+        blocks = self.blocks_NB.view(self.shape[0], -1, BLOCK_SIZES[self.kind][1])
+        return blocks[..., SCALES[self.kind]].contiguous().view(torch.float16)
+
+    def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
+        """Some of the rows."""
+        blocks_NB = self.blocks_NB[index]
+        return QuantizedTensor(self.kind, (len(blocks_NB), self.shape[1]), blocks_NB)
+
+    def columns(self, part: slice) -> QuantizedTensor:
+        """Some of the columns, from and to whole blocks."""
+        values, size = BLOCK_SIZES[self.kind]
+        start, stop, _ = part.indices(self.shape[1])
+        if start % values or stop % values:
+            raise ValueError(f"columns {start} to {stop} cut through blocks of {values}")
+        blocks_NB = self.blocks_NB[:, start // values * size : stop // values * size]
+        return QuantizedTensor(self.kind, (self.shape[0], stop - start), blocks_NB)
+
+
+def concatenate(parts: list[QuantizedTensor]) -> QuantizedTensor:
+    """The rows of matrices of one kind, one after the other."""
+    shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
+    return QuantizedTensor(parts[0].kind, shape, torch.cat([part.blocks_NB for part in parts]))
+
+
+def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    """Float32 values of `blocks` (uint8); F16 and BF16 keep their type, and plain types their memory."""
+    if kind in PLAIN_DTYPES:
+        return blocks.reshape(-1).view(PLAIN_DTYPES[kind]).view(shape)
+    if kind in _FORMATS:
+        return _FORMATS[kind](blocks.reshape(-1, BLOCK_SIZES[kind][1])).view(shape)
+    import gguf
+
+    rows = blocks.reshape(prod(shape[:-1]), -1).contiguous().numpy()
+    values = gguf.quants.dequantize(rows, gguf.GGMLQuantizationType(kind))
+    return torch.from_numpy(values).reshape(shape)
+
+
+def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
+    return (_nibbles(blocks[:, 2:]) - 8) * _half(blocks[:, :2])
+
+
+def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
+    return _nibbles(blocks[:, 4:]).mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+
+
+def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
+    return blocks[:, 2:].view(torch.int8) * _half(blocks[:, :2])
+
+
+def _half(two_bytes: torch.Tensor) -> torch.Tensor:
+    return two_bytes.contiguous().view(torch.float16).float()
+
+
+def _nibbles(packed: torch.Tensor) -> torch.Tensor:
+    """Low halves first, then high halves: a block of 32 values lies in 16 bytes."""
+    return torch.cat((packed & 15, packed >> 4), dim=1).float()
+
+
+_FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
+"""Done in torch, several times as fast as the gguf package; the same values."""

@@ -1,0 +1,63 @@
+"""Where the directory of `hf:ORG/NAME[@REVISION]` is; it is fetched when it is first asked for."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+from megatron_runtime.loading.hub.api import HubApi, Reference, read_token
+from megatron_runtime.loading.hub.fetch import TOKENIZER_PATTERNS, choose, fetch, read_manifest
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+
+
+def model_directory(model: str) -> Path:
+    """The directory with all files of `model`, an `hf:` reference. Raises HubError, HubUnavailableError, OSError."""
+    return _directory(Reference.parse(model), tokenizer_only=False)
+
+
+def tokenizer_directory(model: str) -> Path:
+    """A directory with the tokenizer of `model`: where a repository has one apart, the weights are not fetched."""
+    return _directory(Reference.parse(model), tokenizer_only=True)
+
+
+def cache_root() -> Path:
+    """Beside the caches of other programs for the same hub."""
+    home = os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "huggingface")
+    return Path(home, "megatron")
+
+
+def _directory(reference: Reference, *, tokenizer_only: bool) -> Path:
+    root = cache_root() / reference.repository.replace("/", "--")
+    api = HubApi(token=read_token())
+    try:
+        commit = reference.revision
+        if not _COMMIT.fullmatch(commit):
+            commit = api.list(reference).commit
+        pinned = Reference(reference.repository, commit)
+        whole, part = root / commit, root / f"{commit}-tokenizer"
+        if _is_complete(whole):
+            return whole
+        if not tokenizer_only:
+            fetch(pinned, whole, api=api)
+            (whole / _COMPLETE_FILE).touch()
+            return whole
+        if _is_complete(part):
+            return part
+        names = choose(api.list(pinned).files, TOKENIZER_PATTERNS)
+        if not any(file.path == "tokenizer.json" for file in names):
+            return _directory(pinned, tokenizer_only=False)
+        fetch(pinned, part, api=api, include=TOKENIZER_PATTERNS)
+        (part / _COMPLETE_FILE).touch()
+        return part
+    finally:
+        api.close()
+
+
+_COMPLETE_FILE = ".megatron-complete"
+"""Written once every file is there: from then on the hub is not asked again for this commit."""
+
+
+def _is_complete(directory: Path) -> bool:
+    return (directory / _COMPLETE_FILE).is_file() and read_manifest(directory) is not None

@@ -1,0 +1,194 @@
+"""A repository of the hub in a directory, with a manifest of what every file must be."""
+
+from __future__ import annotations
+
+import fcntl
+import fnmatch
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron_runtime.loading.hub.api import HubApi, HubError, Reference, RemoteFile
+from megatron_runtime.loading.hub.transfer import WrongContentError, check_file, fetch_file
+
+MANIFEST_FILE = ".megatron-manifest.json"
+_PARTIAL_DIRECTORY = ".megatron-partial"
+_LOCK_FILE = ".megatron-lock"
+
+_OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
+_ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
+TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a directory holds. files: sha256 and size by path."""
+
+    repository: str
+    commit: str
+    files: dict[str, dict[str, Any]]
+
+
+class Progress(Protocol):
+    """What is told while files come."""
+
+    def begin(self, *, files: int, size: int) -> None: ...
+
+    def received(self, count: int) -> None: ...
+
+
+class _Silent:
+    def begin(self, *, files: int, size: int) -> None: ...
+
+    def received(self, count: int) -> None: ...
+
+
+def fetch(
+    reference: Reference,
+    directory: Path,
+    *,
+    api: HubApi,
+    include: Sequence[str] = (),
+    progress: Progress | None = None,
+    wait: Callable[[float], None] = time.sleep,
+) -> Manifest:
+    """Get the files of `reference` to `directory`; those that are there and right are not fetched again.
+
+    include: patterns of what to get; by default all but what the same weights are in other formats, and pictures.
+
+    Raises HubError, HubUnavailableError, OSError.
+    """
+    told = progress or _Silent()
+    directory.mkdir(parents=True, exist_ok=True)
+    with _locked(directory):
+        listing = api.list(reference)
+        wanted = choose(listing.files, include)
+        if not wanted:
+            raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
+        manifest = read_manifest(directory)
+        known = manifest.files if manifest is not None and manifest.repository == listing.repository else {}
+        missing = [file for file in wanted if not _is_there(file, directory, known)]
+        told.begin(files=len(wanted), size=sum(file.size for file in wanted))
+        told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
+        _require_space(missing, directory)
+        held = {file.path: known[file.path] for file in wanted if file not in missing}
+        for file in missing:
+            partial = directory / _PARTIAL_DIRECTORY / f"{file.path.replace('/', '--')}.{_short(file)}"
+            digest = check_file(file, directory / file.path)
+            if digest is None:
+                digest = fetch_file(
+                    api,
+                    listing,
+                    file,
+                    target=directory / file.path,
+                    partial=partial,
+                    received=told.received,
+                    wait=wait,
+                )
+            else:
+                told.received(file.size)
+            held[file.path] = {"sha256": digest, "size": file.size}
+            # After every file, so that what is there needs no second look when this is run again.
+            found = Manifest(listing.repository, listing.commit, held)
+            _write_manifest(directory, found)
+        found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
+        _write_manifest(directory, found)
+        shutil.rmtree(directory / _PARTIAL_DIRECTORY, ignore_errors=True)
+        return found
+
+
+def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
+    """Read every file of a fetched directory again and compare it with the manifest.
+
+    Raises WrongContentError naming every file that is missing or changed, and HubError where there is no manifest.
+    """
+    told = progress or _Silent()
+    manifest = read_manifest(directory)
+    if manifest is None:
+        raise HubError(f"{directory} has no {MANIFEST_FILE}: it was not made by `megatron fetch`")
+    files = [RemoteFile(name, entry["size"], entry["sha256"], None) for name, entry in manifest.files.items()]
+    told.begin(files=len(files), size=sum(file.size for file in files))
+    wrong = []
+    for file in files:
+        if check_file(file, directory / file.path) is None:
+            path = directory / file.path
+            found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
+            wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
+        told.received(file.size)
+    if wrong:
+        raise WrongContentError(
+            f"{len(wrong)} of {len(files)} files in {directory} are not what was fetched: {'; '.join(wrong)}: remove "
+            f"them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
+        )
+    return manifest
+
+
+def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
+    """Those of `files` that a model needs, or that the patterns name."""
+    if include:
+        return [file for file in files if _matches(file, include)]
+    kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
+    if any(file.path.endswith((".safetensors", ".gguf", ".distcp")) for file in kept):
+        distributed = any(file.path.endswith(".distcp") for file in kept)
+        kept = [
+            file
+            for file in kept
+            if not _matches(file, _OTHER_FORMATS) or (distributed and file.path.endswith("common.pt"))
+        ]
+    return kept
+
+
+def read_manifest(directory: Path) -> Manifest | None:
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        return None
+    try:
+        return Manifest(**json.loads(path.read_text()))
+    except (ValueError, TypeError) as error:
+        raise HubError(f"{path} is damaged ({error}): remove it and fetch again") from error
+
+
+def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]]) -> bool:
+    entry, path = known.get(file.path), directory / file.path
+    if entry is None or not path.is_file() or path.stat().st_size != file.size:
+        return False
+    # Small files have no sha256 on the hub: they are looked at again.
+    return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
+
+
+def _require_space(missing: Sequence[RemoteFile], directory: Path) -> None:
+    needed, free = sum(file.size for file in missing), shutil.disk_usage(directory).free
+    if needed > free:
+        raise OSError(f"no space left on device: {directory} has {free} bytes free, {needed} are to be fetched")
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """One process at a time; the others wait and find everything there."""
+    with (directory / _LOCK_FILE).open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    fresh = directory / f"{MANIFEST_FILE}.new"
+    fresh.write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    os.replace(fresh, directory / MANIFEST_FILE)
+
+
+def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)
+
+
+def _short(file: RemoteFile) -> str:
+    return (file.sha256 or file.blob or "")[:16]
+
+
+def _names(files: Sequence[RemoteFile]) -> str:
+    return ", ".join(file.path for file in files[:12]) + (", …" if len(files) > 12 else "")

@@ -1,0 +1,148 @@
+"""One file of the hub, whole and with the right digest, over however many attempts it takes."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Listing, RemoteFile
+
+_log = logging.getLogger(__name__)
+
+_ATTEMPTS = 6
+"""In a row without a new byte."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
+_READ_BYTES = 1 << 20
+
+
+class WrongContentError(HubError):
+    """A file is not what the hub said it would be. The message names both digests."""
+
+
+def fetch_file(
+    api: HubApi,
+    listing: Listing,
+    file: RemoteFile,
+    *,
+    target: Path,
+    partial: Path,
+    received: Callable[[int], None],
+    wait: Callable[[float], None] = time.sleep,
+) -> str:
+    """Get `file` to `target` and return its sha256.
+
+    partial:  holds what has come so far; what is there from before is not fetched again.
+    received: is told of bytes that are there, also of those from before; of less than nothing when they were wrong.
+    wait:     lets a number of seconds pass.
+
+    Raises HubError, WrongContentError, HubUnavailableError once attempts are used up.
+    """
+    partial.parent.mkdir(parents=True, exist_ok=True)
+    content = Content(file)
+    for kept in (True, False):
+        had = content.read(partial) if kept else 0
+        received(had)
+        _append(api, listing, file, partial=partial, content=content, received=received, wait=wait)
+        if content.is_right:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            partial.replace(target)
+            return content.sha256
+        partial.unlink()
+        received(-file.size)
+        wrong, content = content, Content(file)
+        _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, wrong.wanted)
+    raise WrongContentError(
+        f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, the hub says "
+        f"{wrong.wanted}: something between here and the hub changes it"
+    )
+
+
+def check_file(file: RemoteFile, path: Path) -> str | None:
+    """The sha256 of the file at `path` if it is `file`, else None."""
+    if not path.is_file() or path.stat().st_size != file.size:
+        return None
+    content = Content(file)
+    content.read(path)
+    return content.sha256 if content.is_right else None
+
+
+class Content:
+    """What has come of a file, as its digests: sha256 always, and git's where the hub knows no other."""
+
+    def __init__(self, file: RemoteFile) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+        self._git: Any = None
+        if file.sha256 is None:
+            self._git = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+        self.size = 0
+
+    def add(self, data: bytes) -> None:
+        self._sha256.update(data)
+        if self._git is not None:
+            self._git.update(data)
+        self.size += len(data)
+
+    def read(self, path: Path) -> int:
+        """Add what is in a file, if there is one; return its size."""
+        if not path.is_file():
+            return 0
+        with path.open("rb") as file:
+            while data := file.read(_READ_BYTES):
+                self.add(data)
+        return self.size
+
+    @property
+    def sha256(self) -> str:
+        return self._sha256.hexdigest()
+
+    @property
+    def digest(self) -> str:
+        """The one that can be compared."""
+        return self.sha256 if self._git is None else str(self._git.hexdigest())
+
+    @property
+    def wanted(self) -> str:
+        return self._file.sha256 or self._file.blob or ""
+
+    @property
+    def is_right(self) -> bool:
+        return self.size == self._file.size and self.digest == self.wanted
+
+
+def _append(
+    api: HubApi,
+    listing: Listing,
+    file: RemoteFile,
+    *,
+    partial: Path,
+    content: Content,
+    received: Callable[[int], None],
+    wait: Callable[[float], None],
+) -> None:
+    """Until the file has its size. What was written is on the disk's side of this process: a kill loses none of it."""
+    failures = 0
+    with partial.open("ab", buffering=0) as out:
+        while content.size < file.size:
+            before = content.size
+            try:
+                with api.open(listing, file, start=content.size) as pieces:
+                    for piece in pieces:
+                        out.write(piece)
+                        content.add(piece)
+                        received(len(piece))
+                if content.size < file.size:
+                    raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
+            except HubUnavailableError as error:
+                failures = 1 if content.size > before else failures + 1
+                if failures >= _ATTEMPTS:
+                    raise HubUnavailableError(
+                        f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to go on"
+                    ) from error
+                pause = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
+                _log.warning("%s; trying again in %.0f s", error, pause)
+                wait(pause)

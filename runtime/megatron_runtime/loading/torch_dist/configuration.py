@@ -1,0 +1,67 @@
+"""The configuration of the model in a Megatron-Core checkpoint: config.json beside it, or arguments in common.pt."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from argparse import Namespace
+from collections import OrderedDict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.safetensors import read_config as read_config_json
+from megatron_runtime.loading.torch_dist.arguments import config_json_of
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families import config_from_hf
+
+CONFIG_FILE, COMMON_FILE = "config.json", "common.pt"
+
+_TRUSTED: Mapping[tuple[str, str], Any] = {
+    ("argparse", "Namespace"): Namespace,
+    ("collections", "OrderedDict"): OrderedDict,
+}
+
+
+def read_config(directory: Path) -> ModelConfig:
+    """config.json, in the directory of the checkpoint or the one above, is believed before the arguments.
+
+    Raises UnsupportedModelError, UnsafePickleError.
+    """
+    for place in (directory, directory.parent):
+        if (place / CONFIG_FILE).is_file():
+            return read_config_json(place)
+    path = directory / COMMON_FILE
+    if not path.is_file():
+        raise UnsupportedModelError(
+            f"{directory} has neither {CONFIG_FILE} nor {COMMON_FILE}: put the model's {CONFIG_FILE} there"
+        )
+    return config_from_hf(config_json_of(read_arguments(path), where=str(path)), ends=(), where=str(path))
+
+
+def read_arguments(path: Path) -> dict[str, Any]:
+    """The arguments in a common.pt that are plain values; all else in it is passed over, and nothing of it is run."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if name is None:
+                raise UnsafePickleError(f"{path} was not written by torch.save(): it has no data.pkl")
+            pickled = io.BytesIO(archive.read(name))
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UnsafePickleError(f"{path} cannot be read: {error}; write {CONFIG_FILE} beside the checkpoint") from error
+    # The arguments of a training name classes of whatever it was run with; none of them is needed, none is imported.
+    found = read_pickle(
+        pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
+    )
+    arguments = found.get("args") if isinstance(found, dict) else None
+    if not isinstance(arguments, Namespace):
+        raise UnsupportedModelError(f"{path} holds no arguments of a training: put the model's {CONFIG_FILE} beside")
+    return {name: value for name, value in vars(arguments).items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,154 @@
+"""The index of a torch.distributed.checkpoint directory: which part of which tensor is where in which file."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint import metadata as dcp
+
+from megatron_runtime.loading.inert_pickle import Opaque, UnsafePickleError, read_pickle
+from megatron_runtime.loading.torch_dist.archive import DTYPES, DamagedFileError
+
+METADATA_FILE = ".metadata"
+
+_KNOWN_PACKAGES = ("torch", "megatron", "pathlib", "collections", "io", "_io", "numpy")
+"""What savers keep of their own in the index does nothing here; a name from anywhere else is refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A box of a tensor, as a range of each axis, and where it lies."""
+
+    box: tuple[range, ...]
+    file: str
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorIndex:
+    """A tensor of the files: its whole shape, and the chunks it is made of."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    chunks: tuple[Chunk, ...]
+
+
+def read_index(directory: Path) -> dict[str, TensorIndex]:
+    """Every tensor in `directory`, by key.
+
+    Raises UnsafePickleError, and DamagedFileError where the index contradicts itself or the files, before any of them
+    is opened: a file that is missing or cut short, a tensor of which a part is nowhere.
+    """
+    path = directory / METADATA_FILE
+    with path.open("rb") as file:
+        found = read_pickle(file, where=str(path), trusted=_TRUSTED, opaque=_may_be_there)
+    if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, Mapping):
+        raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
+    sizes: dict[str, int] = {}
+    places = _places(found, path)
+    index = {}
+    for key, entry in found.state_dict_metadata.items():
+        if isinstance(entry, dcp.TensorStorageMetadata):
+            index[key] = _tensor(key, entry, places, path)
+            for chunk in index[key].chunks:
+                sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+    _require_files(directory, sizes)
+    return index
+
+
+def _may_be_there(module: str, name: str) -> bool:
+    return module.partition(".")[0] in _KNOWN_PACKAGES
+
+
+def _tensor(
+    key: str, entry: dcp.TensorStorageMetadata, places: Mapping[tuple[str, tuple[int, ...]], Any], path: Path
+) -> TensorIndex:
+    shape = tuple(entry.size)
+    chunks = []
+    for chunk in entry.chunks:
+        start, extent = tuple(chunk.offsets), tuple(chunk.sizes)
+        place = places.get((key, start))
+        if place is None:
+            raise DamagedFileError(f"{path} does not say where the part of {key!r} at {start} is: save it again")
+        box = tuple(range(first, first + count) for first, count in zip(start, extent, strict=True))
+        if len(box) != len(shape) or any(
+            axis.start < 0 or axis.stop > whole for axis, whole in zip(box, shape, strict=True)
+        ):
+            raise DamagedFileError(f"{path} has a part of {key!r} at {start} of {extent}: its shape is {shape}")
+        chunks.append(Chunk(box, place.relative_path, place.offset, place.length))
+    held = sum(math.prod(map(len, chunk.box)) for chunk in chunks)
+    if held < math.prod(shape):
+        raise DamagedFileError(
+            f"{path} lists {held} of the {math.prod(shape)} values of {key!r}: a rank's files were not saved or lost"
+        )
+    return TensorIndex(shape, entry.properties.dtype, tuple(chunks))
+
+
+def _places(found: dcp.Metadata, path: Path) -> dict[tuple[str, tuple[int, ...]], Any]:
+    if not isinstance(found.storage_data, Mapping):
+        raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
+    places = {}
+    for where, place in found.storage_data.items():
+        if not isinstance(where, dcp.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
+            raise UnsafePickleError(f"{path} lists {type(place).__name__} as a place: a file and an offset are wanted")
+        if place.transform_descriptors:
+            raise DamagedFileError(
+                f"{path} says {where.fqn!r} is stored through {list(place.transform_descriptors)}: save it plainly"
+            )
+        _require_inside(place.relative_path, path)
+        places[where.fqn, tuple(where.offset or ())] = place
+    return places
+
+
+def _require_inside(name: str, path: Path) -> None:
+    parts = PurePosixPath(name)
+    if parts.is_absolute() or ".." in parts.parts:
+        raise UnsafePickleError(f"{path} refers to {name!r}, outside of its directory: nothing is read from there")
+
+
+def _require_files(directory: Path, sizes: Mapping[str, int]) -> None:
+    for name, wanted in sorted(sizes.items()):
+        file = directory / name
+        if not file.is_file():
+            raise DamagedFileError(f"{file} is missing: copy the whole directory, {len(sizes)} files belong to it")
+        found = file.stat().st_size
+        if found < wanted:
+            raise DamagedFileError(
+                f"{file} is cut short: it has {found} bytes, the index needs {wanted}; copy it again"
+            )
+
+
+_TRUSTED: dict[tuple[str, str], Any] = {
+    ("builtins", "set"): set,
+    ("builtins", "frozenset"): frozenset,
+    ("builtins", "getattr"): Opaque,
+    ("collections", "OrderedDict"): OrderedDict,
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
+    **{
+        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
+        for kind in (
+            dcp.Metadata,
+            dcp.MetadataIndex,
+            dcp.TensorStorageMetadata,
+            dcp.BytesStorageMetadata,
+            dcp.ChunkStorageMetadata,
+            dcp.TensorProperties,
+            dcp.StorageMeta,
+            dcp._MEM_FORMAT_ENCODING,
+        )
+    },
+    # Where older releases had it.
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): dcp.TensorProperties,
+    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    **{("torch", name): dtype for name, dtype in DTYPES.items()},
+}

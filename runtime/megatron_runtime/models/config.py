@@ -1,0 +1,112 @@
+"""What distinguishes one decoder from another, as plain data. No torch: schedulers and tools read it as well."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu_tanh"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Llama3Scaling:
+    """Frequency scaling of Llama 3.1 (transformers `rope_type: llama3`)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearScaling:
+    """Positions divided by `factor` (transformers `rope_type: linear`)."""
+
+    factor: float
+
+
+RopeScaling = Llama3Scaling | LinearScaling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlidingWindow:
+    """Some layers see only the last tokens.
+
+    window:     how many, the token itself among them.
+    is_local:   by layer; the others see everything.
+    rope_theta: of the local layers, whose rotary frequencies are never scaled; None means the model's own rotation.
+    """
+
+    window: int
+    is_local: tuple[bool, ...]
+    rope_theta: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoEConfig:
+    """A mixture of experts takes the place of the feed-forward in all layers but `dense_layers`.
+
+    normalize: the weights of a token's chosen experts add up to one.
+    """
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize: bool
+    dense_layers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Sizes, constants and traits of a decoder.
+
+    family:             whose names and configuration files it has: a key of `families.FAMILIES`.
+    eos_token_ids:      end a request unless it says otherwise.
+    norm_weight_offset: added to every norm's stored weight.
+    output_norms:       what attention and feed-forward give is normed before it is added.
+    embedding_scale:    embeddings are multiplied by it.
+    query_scale:        factor of q·k; None means head_dim ** -0.5.
+    """
+
+    family: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    tie_embeddings: bool
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    rope_scaling: RopeScaling | None = None
+    activation: Activation = "silu"
+    qkv_bias: bool = False
+    qk_norm: bool = False
+    norm_weight_offset: float = 0.0
+    output_norms: bool = False
+    embedding_scale: float = 1.0
+    query_scale: float | None = None
+    sliding: SlidingWindow | None = None
+    moe: MoEConfig | None = None
+
+    @property
+    def kv_elements_per_token(self) -> int:
+        """Keys and values of all layers for one token."""
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """Factor of q·k."""
+        return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
+
+    def is_local(self, layer: int) -> bool:
+        """Whether `layer` sees only the last tokens."""
+        return self.sliding is not None and self.sliding.is_local[layer]
+
+    def is_mixture(self, layer: int) -> bool:
+        """Whether `layer` has experts."""
+        return self.moe is not None and layer not in self.moe.dense_layers

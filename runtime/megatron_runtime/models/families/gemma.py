@@ -1,0 +1,102 @@
+"""Gemma 3, its text model (Gemma Team 2025, arXiv:2503.19786).
+
+Norms before and after each block, weights of norms stored less one, scaled embeddings, and of every six layers five
+that see a window of tokens only, with rotary frequencies of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families.base import (
+    LLAMA_NAMES,
+    QK_NORM_NAMES,
+    Family,
+    Fields,
+    Traits,
+    layer_types,
+    sliding_traits,
+)
+from megatron_runtime.models.families.rope import rope_to_hf
+
+_LOCAL_THETA = 10_000.0
+_PERIOD = 6
+_NAMES = {
+    **LLAMA_NAMES,
+    **QK_NORM_NAMES,
+    "attention_output_norm": "post_attention_layernorm.weight",
+    "mlp_norm": "pre_feedforward_layernorm.weight",
+    "mlp_output_norm": "post_feedforward_layernorm.weight",
+}
+
+
+def _common(hidden_size: int) -> Traits:
+    return {
+        "qk_norm": True,
+        "output_norms": True,
+        "norm_weight_offset": 1.0,
+        "activation": "gelu_tanh",
+        "embedding_scale": hidden_size**0.5,
+    }
+
+
+def _is_local(num_layers: int, period: int) -> list[bool]:
+    return [bool((layer + 1) % period) for layer in range(num_layers)]
+
+
+def _of_hf(fields: Fields) -> Traits:
+    fields.only("hidden_activation", "gelu_pytorch_tanh")
+    for flag in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
+        fields.only(flag)
+    # transformers 5 keeps the rotation of local layers beside the other, version 4 had a field for its base.
+    rope = fields.get("rope_parameters", {}).get("sliding_attention", {})
+    theta = rope.get("rope_theta") or fields.get("rope_local_base_freq", _LOCAL_THETA)
+    period = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern", _PERIOD)
+    return {
+        **_common(fields.need("hidden_size")),
+        "query_scale": fields.get("query_pre_attn_scalar", 256) ** -0.5,
+        **sliding_traits(fields, is_local=_is_local(fields.need("num_hidden_layers"), period), rope_theta=theta),
+    }
+
+
+def _to_hf(config: ModelConfig) -> dict[str, Any]:
+    rope = rope_to_hf(config)
+    scaling = rope["rope_scaling"] or {"rope_type": "default"}
+    local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
+    return {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": round(config.attention_scale**-2),
+        "rope_local_base_freq": local_theta,
+        "rope_parameters": {
+            "full_attention": {**scaling, "rope_theta": config.rope_theta},
+            "sliding_attention": {"rope_type": "default", "rope_theta": local_theta},
+        },
+        **layer_types(config),
+    }
+
+
+def _of_gguf(fields: Fields) -> Traits:
+    layers, hidden = fields.need("block_count"), fields.need("embedding_length")
+    heads = fields.need("attention.head_count")
+    # The largest model alone divides by the hidden size of a head; no field of the file says so.
+    per_head = hidden // heads if layers == 62 else fields.need("attention.key_length")
+    sliding = sliding_traits(
+        Fields({"sliding_window": fields.get("attention.sliding_window")}, where=fields.where),
+        is_local=_is_local(layers, fields.get("attention.sliding_window_pattern", _PERIOD)),
+        rope_theta=fields.get("rope.freq_base_swa", _LOCAL_THETA),
+    )
+    return {**_common(hidden), "query_scale": per_head**-0.5, **sliding}
+
+
+GEMMA3 = Family(
+    name="gemma3_text",
+    architecture="Gemma3ForCausalLM",
+    gguf_architecture="gemma3",
+    layer_names=_NAMES,
+    from_hf=_of_hf,
+    to_hf=_to_hf,
+    from_gguf=_of_gguf,
+    tied=True,
+    rope_theta=1_000_000.0,
+)

@@ -1,0 +1,120 @@
+"""Qwen2 (arXiv:2407.10671): bias of q, k and v. Qwen3 (arXiv:2505.09388): norms of q and k instead; also a mixture."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.families.base import (
+    LLAMA_NAMES,
+    QK_NORM_NAMES,
+    Family,
+    Fields,
+    Traits,
+    layer_types,
+    sliding_traits,
+    window_everywhere,
+)
+
+_BIAS_NAMES = {f"{name}_bias": f"self_attn.{name}_proj.bias" for name in "qkv"}
+_EXPERT_NAMES = {
+    "router": "mlp.gate.weight",
+    "experts.gate": "mlp.experts.{expert}.gate_proj.weight",
+    "experts.up": "mlp.experts.{expert}.up_proj.weight",
+    "experts.down": "mlp.experts.{expert}.down_proj.weight",
+}
+
+
+def _window(fields: Fields) -> Traits:
+    """The window begins with layer `max_window_layers`, if it is used at all."""
+    if not fields.get("use_sliding_window", False):
+        return {}
+    layers, first = fields.need("num_hidden_layers"), fields.get("max_window_layers", 28)
+    return sliding_traits(fields, is_local=[layer >= first for layer in range(layers)])
+
+
+def _window_to_hf(config: ModelConfig) -> dict[str, Any]:
+    return {"hidden_act": "silu", "use_sliding_window": config.sliding is not None, **layer_types(config)}
+
+
+def _qwen2_of_hf(fields: Fields) -> Traits:
+    fields.only("hidden_act", "silu")
+    return {"qkv_bias": True, **_window(fields)}
+
+
+def _qwen3_of_hf(fields: Fields) -> Traits:
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias")
+    return {"qk_norm": True, **_window(fields)}
+
+
+def _qwen3_moe_of_hf(fields: Fields) -> Traits:
+    fields.only("hidden_act", "silu")
+    fields.only("attention_bias")
+    every = fields.get("decoder_sparse_step", 1)
+    listed = set(fields.get("mlp_only_layers", []))
+    layers = range(fields.need("num_hidden_layers"))
+    moe = MoEConfig(
+        # transformers 5 calls them num_local_experts.
+        num_experts=fields.get("num_experts") or fields.need("num_local_experts"),
+        experts_per_token=fields.need("num_experts_per_tok"),
+        intermediate_size=fields.need("moe_intermediate_size"),
+        normalize=fields.get("norm_topk_prob", False),
+        dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
+    )
+    window = window_everywhere(fields) if fields.get("use_sliding_window", False) else {}
+    return {"qk_norm": True, "moe": moe, **window}
+
+
+def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
+    assert config.moe is not None
+    return {
+        **_window_to_hf(config),
+        "num_experts": config.moe.num_experts,
+        "num_experts_per_tok": config.moe.experts_per_token,
+        "moe_intermediate_size": config.moe.intermediate_size,
+        "norm_topk_prob": config.moe.normalize,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": list(config.moe.dense_layers),
+    }
+
+
+def _qwen3_moe_of_gguf(fields: Fields) -> Traits:
+    # The converter takes no model with dense layers, and every released model normalises.
+    moe = MoEConfig(
+        num_experts=fields.need("expert_count"),
+        experts_per_token=fields.need("expert_used_count"),
+        intermediate_size=fields.need("expert_feed_forward_length"),
+        normalize=True,
+    )
+    return {"qk_norm": True, "moe": moe}
+
+
+QWEN2 = Family(
+    name="qwen2",
+    architecture="Qwen2ForCausalLM",
+    gguf_architecture="qwen2",
+    layer_names={**LLAMA_NAMES, **_BIAS_NAMES},
+    from_hf=_qwen2_of_hf,
+    to_hf=_window_to_hf,
+    from_gguf=lambda fields: {"qkv_bias": True},
+)
+QWEN3 = Family(
+    name="qwen3",
+    architecture="Qwen3ForCausalLM",
+    gguf_architecture="qwen3",
+    layer_names={**LLAMA_NAMES, **QK_NORM_NAMES},
+    from_hf=_qwen3_of_hf,
+    to_hf=_window_to_hf,
+    from_gguf=lambda fields: {"qk_norm": True},
+)
+QWEN3_MOE = Family(
+    name="qwen3_moe",
+    architecture="Qwen3MoeForCausalLM",
+    gguf_architecture="qwen3moe",
+    layer_names={**LLAMA_NAMES, **QK_NORM_NAMES, **_EXPERT_NAMES},
+    from_hf=_qwen3_moe_of_hf,
+    to_hf=_qwen3_moe_to_hf,
+    from_gguf=_qwen3_moe_of_gguf,
+    is_mixture=True,
+)

@@ -1,0 +1,53 @@
+"""Which tensors a decoder has, by our own short names, and how large they are. No torch.
+
+Names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from megatron_runtime.models.config import ModelConfig
+
+Shape = tuple[int, ...]
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Every tensor of the model."""
+    table = (config.vocab_size, config.hidden_size)
+    shapes: dict[str, Shape] = {"embedding": table, "norm": (config.hidden_size,)}
+    if not config.tie_embeddings:
+        shapes["head"] = table
+    for layer in range(config.num_layers):
+        shapes |= {f"layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+    return shapes
+
+
+def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
+    """Every tensor of one layer."""
+    hidden, size = config.hidden_size, config.head_dim
+    rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
+    shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,), "output": (hidden, rows["q"])}
+    for name, count in rows.items():
+        shapes[name] = (count, hidden)
+        if config.qkv_bias:
+            shapes[f"{name}_bias"] = (count,)
+    if config.qk_norm:
+        shapes |= {"q_norm": (size,), "k_norm": (size,)}
+    if config.output_norms:
+        shapes |= {"attention_output_norm": (hidden,), "mlp_output_norm": (hidden,)}
+    if config.moe is None or not config.is_mixture(layer):
+        return shapes | _feed_forward("", hidden, config.intermediate_size)
+    shapes["router"] = (config.moe.num_experts, hidden)
+    for expert in range(config.moe.num_experts):
+        shapes |= _feed_forward(f"experts.{expert}.", hidden, config.moe.intermediate_size)
+    return shapes
+
+
+def num_parameters(config: ModelConfig) -> int:
+    """Values of all tensors."""
+    return sum(map(prod, tensor_shapes(config).values()))
+
+
+def _feed_forward(prefix: str, hidden: int, size: int) -> dict[str, Shape]:
+    return {f"{prefix}gate": (size, hidden), f"{prefix}up": (size, hidden), f"{prefix}down": (hidden, size)}

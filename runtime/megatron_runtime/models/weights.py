@@ -1,0 +1,204 @@
+"""From a checkpoint's named tensors to the fused weights of one rank.
+
+What the checkpoint holds is compared with what the model needs before anything is read. Then one matrix is built at a
+time, from just the part of each tensor that the rank holds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_runtime.layers.embedding import Embedding
+from megatron_runtime.layers.linear import DenseLinears, Linear, LinearFactory, Weight
+from megatron_runtime.layers.quantized import QuantizedTensor, concatenate
+from megatron_runtime.loading.checkpoint import Checkpoint, UnsupportedModelError
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.models.families import FAMILIES
+from megatron_runtime.models.mixture import ExpertWeights
+from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.parallel.shard import Shard
+
+Part = tuple[slice, ...]
+
+_NAMED = 8
+"""As many tensors as a message names."""
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    *,
+    shard: Shard | None = None,
+    linears: LinearFactory | None = None,
+) -> DecoderWeights:
+    """Read what a rank holds, each tensor once.
+
+    dtype:   of the norms, the biases and dense matrices.
+    shard:   the rank's part; None means all.
+    linears: makes the matrices; None keeps them dense.
+
+    Raises UnsupportedModelError, before anything is read, naming the tensors that do not fit; IndivisibleError where
+    the model cannot be divided so.
+    """
+    require_fitting(checkpoint)
+    require_divisible(checkpoint.config, shard or Shard())
+    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights()
+
+
+def require_fitting(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedModelError naming tensors that are missing, unknown or of another shape."""
+    config, kinds = checkpoint.config, checkpoint.kinds
+    family = FAMILIES[config.family]
+    wanted = {family.hf_name(name): shape for name, shape in tensor_shapes(config).items()}
+    misshapen = [
+        f"{name!r} has shape {tuple(kinds[name].shape)}, the model's configuration asks for {shape}"
+        for name, shape in wanted.items()
+        if name in kinds and tuple(kinds[name].shape) != shape
+    ]
+    # A tied head is written out by some.
+    unknown = sorted(set(kinds) - set(wanted) - ({family.hf_name("head")} if config.tie_embeddings else set()))
+    missing = sorted(set(wanted) - set(kinds))
+    for what, names in (
+        ("tensors of another shape: tensor", misshapen),
+        (f"tensors that a {family.architecture} has not:", list(map(repr, unknown))),
+        ("no", list(map(repr, missing))),
+    ):
+        if names:
+            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+            raise UnsupportedModelError(f"the checkpoint has {what} {', '.join(names[:_NAMED])}{more}")
+
+
+def require_divisible(config: ModelConfig, shard: Shard) -> None:
+    """Raise IndivisibleError where the model cannot be divided over that many ranks."""
+    shard.layers(config.num_layers)
+    shard.heads(config.num_heads)
+    shard.kv_heads(config.num_kv_heads)
+    if config.moe is None or config.moe.dense_layers:
+        shard.feed_forward(config.intermediate_size)
+    if config.moe is not None:
+        shard.experts(config.moe.num_experts)
+        shard.feed_forward(config.moe.intermediate_size)
+
+
+@dataclass(frozen=True, slots=True)
+class _Loader:
+    checkpoint: Checkpoint
+    dtype: torch.dtype
+    shard: Shard
+    linears: LinearFactory
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    def weights(self) -> DecoderWeights:
+        shard, config = self.shard, self.config
+        embedding, head = self._tables()
+        layers = tuple(self._layer(number) for number in shard.layers(config.num_layers))
+        return DecoderWeights(
+            embedding=embedding,
+            layers=layers,
+            norm_D=self._norm("norm") if shard.has_head else None,
+            head_WD=head,
+        )
+
+    def _tables(self) -> tuple[Embedding | None, Linear | None]:
+        shard, config = self.shard, self.config
+        rows = (_slice(shard.vocabulary(config.vocab_size)),)
+        if config.tie_embeddings:
+            if shard.has_embedding and shard.has_head:
+                return self.linears.tied(self._matrix("embedding", rows))
+            head_name = "embedding"
+        else:
+            head_name = "head"
+        embedding = self.linears.embedding(self._matrix("embedding", rows)) if shard.has_embedding else None
+        head = self.linears.linear(self._matrix(head_name, rows)) if shard.has_head else None
+        return embedding, head
+
+    def _layer(self, number: int) -> LayerWeights:
+        config, shard, size = self.config, self.shard, self.config.head_dim
+        at = f"layers.{number}."
+        heads, kv_heads = shard.heads(config.num_heads), shard.kv_heads(config.num_kv_heads)
+        rows = {"q": _slice(heads, size), "k": _slice(kv_heads, size), "v": _slice(kv_heads, size)}
+        bias = None
+        if config.qkv_bias:
+            bias = torch.cat([self._dense(f"{at}{name}_bias", (part,)) for name, part in rows.items()])
+        return LayerWeights(
+            attention_norm_D=self._norm(f"{at}attention_norm"),
+            qkv_QD=self._linear([(f"{at}{name}", (part,)) for name, part in rows.items()]),
+            qkv_bias_Q=bias,
+            q_norm_C=self._norm(f"{at}q_norm") if config.qk_norm else None,
+            k_norm_C=self._norm(f"{at}k_norm") if config.qk_norm else None,
+            output_DH=self._linear([(f"{at}output", (slice(None), rows["q"]))]),
+            attention_output_norm_D=self._norm(f"{at}attention_output_norm") if config.output_norms else None,
+            mlp_norm_D=self._norm(f"{at}mlp_norm"),
+            mlp=self._mlp(number),
+            mlp_output_norm_D=self._norm(f"{at}mlp_output_norm") if config.output_norms else None,
+        )
+
+    def _mlp(self, number: int) -> FeedForward | ExpertWeights:
+        moe, at = self.config.moe, f"layers.{number}."
+        if moe is None or not self.config.is_mixture(number):
+            return self._feed_forward(at, self.config.intermediate_size)
+        held = self.shard.experts(moe.num_experts)
+        # The router decides which way tokens go: its few values are kept as they are.
+        router = DenseLinears(self.dtype).linear(self._dense(f"{at}router", ()))
+        experts = tuple(self._feed_forward(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held)
+        return ExpertWeights(router_XD=router, experts=experts, first=held.start)
+
+    def _feed_forward(self, at: str, size: int) -> FeedForward:
+        part = _slice(self.shard.feed_forward(size))
+        return FeedForward(
+            gate_up_FD=self._linear([(f"{at}gate", (part,)), (f"{at}up", (part,))]),
+            down_DF=self._linear([(f"{at}down", (slice(None), part))]),
+        )
+
+    def _norm(self, name: str) -> torch.Tensor:
+        weight_D = self._dense(name, ())
+        offset = self.config.norm_weight_offset
+        return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
+
+    def _linear(self, parts: list[tuple[str, Part]]) -> Linear:
+        """Of the rows of several tensors."""
+        kept = [self._blocks(name, part) for name, part in parts]
+        blocks = [one for one in kept if one is not None]
+        if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1:
+            return self.linears.linear(blocks[0] if len(blocks) == 1 else concatenate(blocks))
+        return self.linears.linear(self._fused(parts))
+
+    def _fused(self, parts: list[tuple[str, Part]]) -> torch.Tensor:
+        shapes = [self._part_shape(name, part) for name, part in parts]
+        weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
+        for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
+            target.copy_(self.checkpoint.read(self._hf_name(name), part))
+        return weight_NK
+
+    def _matrix(self, name: str, part: Part) -> Weight:
+        blocks = self._blocks(name, part)
+        return self._fused([(name, part)]) if blocks is None else blocks
+
+    def _blocks(self, name: str, part: Part) -> QuantizedTensor | None:
+        if not self.linears.quantized_kinds:
+            return None
+        return self.checkpoint.blocks(self._hf_name(name), part, wanted=self.linears.quantized_kinds)
+
+    def _dense(self, name: str, part: Part) -> torch.Tensor:
+        read = self.checkpoint.read(self._hf_name(name), part)
+        # A copy: it may be a view of the file.
+        return read.to(self.dtype, copy=True)
+
+    def _part_shape(self, name: str, part: Part) -> tuple[int, int]:
+        rows, columns = self.checkpoint.kinds[self._hf_name(name)].shape
+        extents = [len(range(*one.indices(size))) for one, size in zip(part, (rows, columns), strict=False)]
+        return (extents[0] if extents else rows), (extents[1] if len(extents) > 1 else columns)
+
+    def _hf_name(self, name: str) -> str:
+        return FAMILIES[self.config.family].hf_name(name)
+
+
+def _slice(held: range, size: int = 1) -> slice:
+    """Rows of the heads or columns that are held, `size` rows each."""
+    return slice(held.start * size, held.stop * size)
