@@ -53,7 +53,10 @@ class ServeOptions:
 
 @click.command()
 @click.option(
-    "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
+    "--model",
+    default="builtin:smollm2-135m",
+    show_default=True,
+    help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory.",
 )
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
 @click.option("--host", default=_LOOPBACK, show_default=True, help="Where HTTP listens.")

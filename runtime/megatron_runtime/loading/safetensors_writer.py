@@ -54,7 +54,7 @@ def write_safetensors(
             file.write(_header({key: kinds[key] for key in own}))
             for key in own:
                 values = read(key).contiguous().view(-1).view(torch.uint8)
-                file.write(memoryview(values.numpy()))
+                file.write(values.numpy().data)
                 written(values.numel())
     if len(files) > 1:
         index = {

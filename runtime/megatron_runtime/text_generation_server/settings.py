@@ -53,5 +53,6 @@ class ServerSettings:
 
 
 def default_model_name(model: str) -> str:
-    """The name of a model that was given none: what follows "builtin:", or the file's or directory's own name."""
-    return PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
+    """The name of a model that was given none: what follows "builtin:", the repository's, file's or directory's own."""
+    name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
+    return name.partition("@")[0] if model.startswith("hf:") else name

@@ -58,7 +58,7 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise
         environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
         self.source = source
-        self._special = dict(special)
+        self.special = dict(special)
         try:
             self._template = environment.from_string(source)
             self.reads_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
@@ -88,7 +88,7 @@ class ChatTemplate:
                 f"chat template variable {name!r} is set by the request itself: remove it",
                 variable=f"chat_template_kwargs.{name}",
             )
-        scope = {"add_generation_prompt": True, "documents": None, **self._special, **given}
+        scope = {"add_generation_prompt": True, "documents": None, **self.special, **given}
         try:
             # Any exception of the template's own code is a verdict on the messages, whatever its type.
             pieces: list[str] = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -19,6 +19,7 @@ SUPPORTED_VERSIONS = (2, 3)
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY_DEPTH = 4
+_SIZE = struct.Struct("<Q")
 _ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
 
 
@@ -59,7 +60,8 @@ def read_gguf_index(
         try:
             reader = _Reader(view, path)
             metadata = reader.metadata(None if keys is None else {*keys, _ALIGNMENT_KEY})
-            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
+            return metadata, reader.tensors(metadata.get(_SIZE = struct.Struct("<Q")
+_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
         finally:
             view.close()
 
@@ -120,10 +122,26 @@ class _Reader:
         if kind in _SCALARS:
             start = self._advance(count * struct.calcsize(f"<{_SCALARS[kind]}"))
             return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._view, start)) if wanted else []
-        read: Callable[[], Any] = self._string if wanted else self._skip_string
-        if kind != _STRING:
-            read = lambda: self._value(kind, wanted=wanted, depth=depth)  # noqa: E731
-        return [read() for _ in range(count)]
+        if kind == _STRING:
+            return self._strings(count, wanted=wanted)
+        return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
+
+    def _strings(self, count: int, *, wanted: bool) -> list[str]:
+        """A vocabulary has hundreds of thousands: no call for each of them but those of the standard library."""
+        view, size_at, end = self._view, _SIZE.unpack_from, len(self._view)
+        found, at = [], self._at
+        for _ in range(count):
+            if at + _SIZE.size > end:
+                raise self._cut_short(_SIZE.size, at)
+            start = at + _SIZE.size
+            (size,) = size_at(view, at)
+            at = start + size
+            if at > end:
+                raise self._cut_short(size, start)
+            if wanted:
+                found.append(view[start:at])
+        self._at = at
+        return [text.decode("utf-8", errors="replace") for text in found]
 
     def _scalar(self, code: str) -> Any:
         layout = f"<{code}"
@@ -134,12 +152,12 @@ class _Reader:
         start = self._advance(size)
         return self._view[start : start + size].decode("utf-8", errors="replace")
 
-    def _skip_string(self) -> None:
-        self._advance(self._scalar("Q"))
-
     def _advance(self, size: int) -> int:
         start = self._at
         if size > len(self._view) - start:
-            raise GGUFFormatError(f"{self._path} is cut short: {size} bytes expected at byte {start}")
+            raise self._cut_short(size, start)
         self._at = start + size
         return start
+
+    def _cut_short(self, size: int, start: int) -> GGUFFormatError:
+        return GGUFFormatError(f"{self._path} is cut short: {size} bytes expected at byte {start}")

@@ -11,10 +11,13 @@ from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_metadata import read_gguf_metadata
+from megatron_runtime.tokenization.sentencepiece import sentencepiece_backend
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
 _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
+_SENTENCEPIECE = "llama"
+"""What GGUF files call it."""
 
 END_OF_TURN_TEXTS = frozenset(
     {
@@ -75,8 +78,8 @@ PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 def tokenizer_from_gguf(path: Path) -> Tokenizer:
     """Build the tokenizer described by the metadata of `path`.
 
-    Raises GGUFFormatError when the file cannot be read and UnsupportedTokenizerError when its vocabulary is not
-    byte-level BPE or is cut into words in an unknown way.
+    Raises GGUFFormatError when the file cannot be read and UnsupportedTokenizerError when its vocabulary is neither
+    byte-level BPE nor SentencePiece, or is cut into words in an unknown way.
     """
     metadata = read_gguf_metadata(path)
     pieces: list[str] = metadata.get(f"{_PREFIX}tokens", [])
@@ -90,7 +93,8 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_id=_token_id(metadata, "bos", pieces),
-        add_bos=bool(metadata.get(f"{_PREFIX}add_bos_token", False)),
+        # A SentencePiece model adds it unless told otherwise.
+        add_bos=bool(metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE)),
         eos_ids=_end_ids(metadata, pieces),
         chat_template=ChatTemplate(template, special=special) if template else None,
         context_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
@@ -99,19 +103,35 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
 
 def _backend(metadata: Mapping[str, Any], pieces: list[str], path: Path) -> tokenizers.Tokenizer:
     model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "gpt-2")
-    if model != "gpt2" or pre not in PRE_TOKENIZERS:
-        raise UnsupportedTokenizerError(
-            f"{path} has tokenizer model {model!r} with pre-tokenizer {pre!r}: supported are 'gpt2' with "
-            f"{', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face directory, which has a tokenizer.json"
+    kinds = metadata.get(f"{_PREFIX}token_type", [])
+    if model == _SENTENCEPIECE:
+        unknown = _token_id(metadata, "unknown", pieces)
+        backend = sentencepiece_backend(
+            pieces,
+            metadata.get(f"{_PREFIX}scores", []),
+            kinds,
+            unknown=pieces[unknown] if unknown is not None else None,
+            adds_space=metadata.get(f"{_PREFIX}add_space_prefix", True),
         )
+    elif model == "gpt2" and pre in PRE_TOKENIZERS:
+        backend = _byte_level_backend(metadata, pieces, pre)
+    else:
+        raise UnsupportedTokenizerError(
+            f"{path} has tokenizer model {model!r} with pre-tokenizer {pre!r}: supported are {_SENTENCEPIECE!r}, and "
+            f"'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face directory, which has a "
+            "tokenizer.json"
+        )
+    backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
+    backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED))
+    return backend
+
+
+def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str], pre: str) -> tokenizers.Tokenizer:
     vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(f"{_PREFIX}merges", [])]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
     backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
     backend.decoder = decoders.ByteLevel()
-    kinds = metadata.get(f"{_PREFIX}token_type", [])
-    backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
-    backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED))
     return backend
 
 

@@ -12,6 +12,7 @@ from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 
 
 def tokenizer_from_directory(directory: Path) -> Tokenizer:
@@ -26,7 +27,7 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
         backend = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
-    config = _read_json(directory / "tokenizer_config.json")
+    config = _read_json(directory / SETTINGS_FILE)
     special = {
         name: text
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
@@ -44,6 +45,21 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
     )
 
 
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write what `tokenizer_from_directory` reads, all but the end-of-answer tokens beside the first."""
+    template = tokenizer.chat_template
+    special = template.special if template is not None else {}
+    for name, ids in (("bos_token", [tokenizer.bos_id]), ("eos_token", tokenizer.eos_ids[:1])):
+        for id_ in ids:
+            if id_ is not None:
+                special = {name: tokenizer.token_bytes(id_).decode(), **special}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **special}
+    (directory / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if template is not None:
+        (directory / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+
+
 def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -> list[int]:
     own = backend.token_to_id(eos_text) if eos_text is not None else None
     ids = [] if own is None else [own]
@@ -54,7 +70,7 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / "chat_template.jinja"
+    file = directory / TEMPLATE_FILE
     if file.is_file():
         return file.read_text(encoding="utf-8")
     source = config.get("chat_template")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron_runtime.loading.source import GGUFSource, ModelSourceError, resolve
+from megatron_runtime.loading.source import HUB_PREFIX, GGUFSource, ModelSourceError, resolve
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_directory
 from megatron_runtime.tokenization.tokenizer import Tokenizer
@@ -17,7 +17,8 @@ class TokenizerLoadError(ValueError):
 def load_tokenizer(model: str) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
-    model: `builtin:NAME`, a .gguf file, or a directory with a tokenizer.json or one .gguf file.
+    model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, a .gguf file, or a directory with a tokenizer.json, with one .gguf
+           file, or with a Megatron-Core checkpoint and a tokenizer.json.
     """
     path = _locate(model)
     try:
@@ -27,6 +28,10 @@ def load_tokenizer(model: str) -> Tokenizer:
 
 
 def _locate(model: str) -> Path:
+    if model.startswith(HUB_PREFIX):
+        from megatron_runtime.loading.hub.cache import tokenizer_directory
+
+        model = str(tokenizer_directory(model))
     directory = Path(model).expanduser()
     if (directory / TOKENIZER_FILE).is_file():
         return directory
@@ -36,4 +41,6 @@ def _locate(model: str) -> Path:
         raise TokenizerLoadError(str(error)) from error
     if isinstance(source, GGUFSource):
         return source.path
+    if (source.location / TOKENIZER_FILE).is_file():
+        return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")

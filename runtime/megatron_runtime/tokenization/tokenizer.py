@@ -50,6 +50,16 @@ class Tokenizer:
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
         self._bytes = {id_: token.content.encode() for id_, token in added.items()}
 
+    @property
+    def adds_bos(self) -> bool:
+        """Whether prompts that ask for special tokens begin with `bos_id`."""
+        return self._add_bos
+
+    def to_json(self) -> str:
+        """The vocabulary and how text is cut, as tokenizer.json has them."""
+        text: str = self._backend.to_str()
+        return text
+
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens written out in the text become those tokens.
 

@@ -1,0 +1,166 @@
+"""One rank of a training that saves a model as Megatron-Core does: torch's own writer, shards of the whole tensors.
+
+    python megatron_saver.py MODEL_DIRECTORY TARGET RANK WORLD STORE [--numbered]
+
+The layout is written down here a second time, from what each rank of Megatron-Core holds, so that a mistake in the
+product's table does not hide in its tests.
+"""
+
+import io
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+from torch.distributed._shard.metadata import ShardMetadata
+from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
+
+VOCABULARY_MULTIPLE = 64
+
+
+def sharded(parts: list[tuple[tuple[int, ...], torch.Tensor]], boxes: list[tuple], shape: tuple[int, ...], rank: int):
+    """parts: this rank's (offset, values). boxes: every rank's (rank, offset, extent)."""
+    owners = [ShardMetadata(list(at), list(extent), f"rank:{owner}/cpu") for owner, at, extent in boxes]
+    dtype = parts[0][1].dtype
+    properties = TensorProperties(dtype=dtype)
+    metadata = ShardedTensorMetadata(shards_metadata=owners, size=torch.Size(shape), tensor_properties=properties)
+    local = [Shard.from_tensor_and_offsets(values.contiguous(), list(at), rank) for at, values in parts]
+    return ShardedTensor._init_from_local_shards_and_global_metadata(local, sharded_tensor_metadata=metadata)
+
+
+class Saver:
+    def __init__(self, model: Path, rank: int, world: int, *, numbered: bool) -> None:
+        self.config = json.loads((model / "config.json").read_text())
+        self.tensors = load_file(model / "model.safetensors")
+        self.rank, self.world, self.numbered = rank, world, numbered
+        self.layers = self.config["num_hidden_layers"]
+        self.state: dict[str, object] = {}
+
+    def local(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor.chunk(self.world, dim)[self.rank]
+
+    def qkv(self, name: str) -> torch.Tensor:
+        """Of this rank: for each of its key-value heads the queries, the key, the value."""
+        size, groups = self.config["head_dim"], self.config["num_key_value_heads"]
+        q, k, v = (
+            self.tensors[name.format(letter)].unflatten(0, (groups, -1, size)).chunk(self.world)[self.rank]
+            for letter in "qkv"
+        )
+        return torch.cat([q, k, v], dim=1).flatten(0, 2)
+
+    def add(self, key: str, local: list[torch.Tensor], *, split: int | None, layer: int | None, parts: int = 1) -> None:
+        """local: this rank's values, one for each of the `parts` that are split over the ranks one by one."""
+        shape = list(local[0].shape)
+        extent = tuple(shape)
+        if split is not None:
+            shape[split] *= self.world * parts
+        grid = () if layer is None or self.numbered else (self.layers,)
+        place = () if not grid else (layer,)
+        name = key.format(f".{layer}" if self.numbered else "")
+
+        def at(owner: int, part: int) -> tuple[int, ...]:
+            offset = [0] * len(shape)
+            if split is not None:
+                offset[split] = (part * self.world + owner) * extent[split]
+            return (*place, *offset)
+
+        owners = range(self.world) if split is not None else range(1)
+        mine = [(at(self.rank, part), values.view(*(1 for _ in grid), *extent)) for part, values in enumerate(local)]
+        boxes = [(owner, at(owner, part), (*(1 for _ in grid), *extent)) for owner in owners for part in range(parts)]
+        held = self.held.setdefault(name, ([], [], (*grid, *shape)))
+        held[0].extend(mine if self.rank in owners else [])
+        held[1].extend(boxes)
+
+    def build(self) -> dict[str, object]:
+        self.held: dict[str, tuple] = {}
+        for layer in range(self.layers):
+            self.add_layer(layer)
+        vocabulary = self.config["vocab_size"]
+        padded = -(-vocabulary // (VOCABULARY_MULTIPLE * self.world)) * VOCABULARY_MULTIPLE * self.world
+        for key, name in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
+            if f"{name}.weight" in self.tensors:
+                table = self.tensors[f"{name}.weight"]
+                padding = torch.full((padded - vocabulary, table.shape[1]), 7, dtype=table.dtype)
+                self.add(f"{key}.weight", [self.local(torch.cat([table, padding]), 0)], split=0, layer=None)
+        self.add("decoder.final_layernorm.weight", [self.tensors["model.norm.weight"]], split=None, layer=None)
+        state: dict[str, object] = {}
+        for key, (parts, boxes, shape) in self.held.items():
+            if parts:
+                state[key] = sharded(parts, boxes, shape, self.rank)
+                # What a training saves beside the weights.
+                moments = [(at, torch.zeros_like(values)) for at, values in parts]
+                state[f"optimizer.state.exp_avg.{key}"] = sharded(moments, boxes, shape, self.rank)
+        state["decoder.layers.self_attention.linear_qkv._extra_state/shard_0_1"] = io.BytesIO(b"extra")
+        return state
+
+    def add_layer(self, layer: int) -> None:
+        hf, key = f"model.layers.{layer}.", "decoder.layers{}."
+        norm = self.tensors[hf + "input_layernorm.weight"]
+        self.add(key + "self_attention.linear_qkv.layer_norm_weight", [norm], split=None, layer=layer)
+        qkv = self.qkv(hf + "self_attn.{}_proj.weight")
+        self.add(key + "self_attention.linear_qkv.weight", [qkv], split=0, layer=layer)
+        if hf + "self_attn.q_proj.bias" in self.tensors:
+            bias = self.qkv(hf + "self_attn.{}_proj.bias")
+            self.add(key + "self_attention.linear_qkv.bias", [bias], split=0, layer=layer)
+        proj = self.local(self.tensors[hf + "self_attn.o_proj.weight"], 1)
+        self.add(key + "self_attention.linear_proj.weight", [proj], split=1, layer=layer)
+        norm = self.tensors[hf + "post_attention_layernorm.weight"]
+        self.add(key + "mlp.linear_fc1.layer_norm_weight", [norm], split=None, layer=layer)
+        halves = [self.local(self.tensors[f"{hf}mlp.{part}_proj.weight"], 0) for part in ("gate", "up")]
+        self.add(key + "mlp.linear_fc1.weight", halves, split=0, layer=layer, parts=2)
+        down = self.local(self.tensors[hf + "mlp.down_proj.weight"], 1)
+        self.add(key + "mlp.linear_fc2.weight", [down], split=1, layer=layer)
+
+
+def arguments(config: dict) -> Namespace:
+    return Namespace(
+        num_layers=config["num_hidden_layers"],
+        hidden_size=config["hidden_size"],
+        ffn_hidden_size=config["intermediate_size"],
+        num_attention_heads=config["num_attention_heads"],
+        group_query_attention=True,
+        num_query_groups=config["num_key_value_heads"],
+        kv_channels=config["head_dim"],
+        vocab_size=config["vocab_size"],
+        max_position_embeddings=config["max_position_embeddings"],
+        normalization="RMSNorm",
+        norm_epsilon=config["rms_norm_eps"],
+        position_embedding_type="rope",
+        rotary_base=int(config["rope_theta"]),
+        swiglu=True,
+        add_bias_linear=False,
+        add_qkv_bias=config["architectures"] == ["Qwen2ForCausalLM"],
+        untie_embeddings_and_output_weights=not config["tie_word_embeddings"],
+        # Objects of the training's own: a reader has no such classes.
+        params_dtype=torch.bfloat16,
+        load=Path("/elsewhere"),
+        activation=torch.nn.functional.silu,
+    )
+
+
+def main(model: Path, target: Path, rank: int, world: int, store: Path, *, numbered: bool) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    saver = Saver(model, rank, world, numbered=numbered)
+    dcp.save(saver.build(), checkpoint_id=target)
+    if rank == 0:
+        common = {"args": arguments(saver.config), "checkpoint_version": 3.0, "iteration": 12, "rng": torch.zeros(3)}
+        torch.save(common, target / "common.pt")
+        (target / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    arguments_ = sys.argv[1:6]
+    main(
+        Path(arguments_[0]),
+        Path(arguments_[1]),
+        int(arguments_[2]),
+        int(arguments_[3]),
+        Path(arguments_[4]),
+        numbered="--numbered" in sys.argv,
+    )

@@ -1,0 +1,68 @@
+"""Small models with random weights, in a directory as transformers has them; nothing of them is trivial."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from megatron_runtime.loading.checkpoint import TensorKind
+from megatron_runtime.loading.safetensors_writer import write_safetensors
+from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
+from megatron_runtime.models.families import FAMILIES, config_to_hf
+from megatron_runtime.models.tensors import tensor_shapes
+
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=150,
+    hidden_size=32,
+    intermediate_size=48,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position_embeddings=256,
+    tie_embeddings=False,
+    eos_token_ids=(2,),
+    bos_token_id=1,
+)
+_EXPERTS = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=20, normalize=True)
+_SCALING = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+CONFIGS = {
+    "llama": LLAMA,
+    "llama, tied, scaled": replace(LLAMA, tie_embeddings=True, rope_scaling=_SCALING),
+    "llama, as many keys as queries": replace(LLAMA, num_kv_heads=6),
+    "qwen2": replace(LLAMA, family="qwen2", qkv_bias=True),
+    "qwen3": replace(LLAMA, family="qwen3", qk_norm=True),
+    "mixtral": replace(LLAMA, family="mixtral", moe=replace(_EXPERTS, intermediate_size=48)),
+    "qwen3_moe": replace(LLAMA, family="qwen3_moe", qk_norm=True, moe=_EXPERTS),
+    "qwen3_moe, a dense layer": replace(
+        LLAMA, family="qwen3_moe", qk_norm=True, moe=replace(_EXPERTS, normalize=False, dense_layers=(1,))
+    ),
+}
+"""What has a form in Megatron-LM."""
+
+
+def random_tensors(
+    config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Every tensor of the model, by its name in transformers."""
+    generator = torch.Generator().manual_seed(seed)
+    family = FAMILIES[config.family]
+    return {
+        family.hf_name(name): torch.randn(shape, generator=generator).mul_(0.2).to(dtype)
+        for name, shape in tensor_shapes(config).items()
+    }
+
+
+def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Path:
+    """Write config.json and model.safetensors; return `directory`."""
+    directory.mkdir(parents=True, exist_ok=True)
+    kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    write_safetensors(kinds, directory, read=tensors.__getitem__, written=lambda count: None)
+    (directory / "config.json").write_text(json.dumps(config_to_hf(config)))
+    return directory

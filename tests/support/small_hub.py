@@ -1,0 +1,147 @@
+"""A hub on this machine: the part of the Hugging Face hub's HTTP API that a download uses, with faults on request."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+LARGE = (".safetensors", ".gguf", ".distcp", ".bin")
+"""Files of these kinds are stored apart: the hub knows their sha256, and of others git's name."""
+
+
+@dataclass
+class SmallHub:
+    """files: of the one repository, by path.
+
+    token:       asked for, where there is one.
+    cut_after:   bytes after which a file's connection breaks, used up one by one; None lets one pass.
+    statuses:    answered instead of files, used up one by one, with the seconds to wait.
+    damaged:     paths whose content is other than the list says, for so many times.
+    ignores_range: gives whole files to whoever asks for parts.
+    requests:    (path, range) of files that were asked for.
+    listed:      how often the list was asked for.
+    """
+
+    files: dict[str, bytes]
+    repository: str = "org/name"
+    commit: str = "c" * 40
+    branch: str = "main"
+    token: str | None = None
+    cut_after: list[int | None] = field(default_factory=list)
+    statuses: list[tuple[int, str]] = field(default_factory=list)
+    damaged: dict[str, int] = field(default_factory=dict)
+    ignores_range: bool = False
+    elsewhere: str | None = None
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    tokens: list[str | None] = field(default_factory=list)
+    listed: int = 0
+    url: str = ""
+
+    @classmethod
+    def of(cls, directory: Path) -> SmallHub:
+        paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        return cls({str(path.relative_to(directory)): path.read_bytes() for path in paths})
+
+    @contextmanager
+    def running(self) -> Iterator[SmallHub]:
+        hub = self
+
+        class Handler(_Handler):
+            owner = hub
+
+        with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+            self.url = f"http://127.0.0.1:{server.server_port}"
+            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread.start()
+            try:
+                yield self
+            finally:
+                server.shutdown()
+                thread.join()
+
+    def listing(self) -> dict[str, object]:
+        siblings = []
+        for path, data in self.files.items():
+            blob = hashlib.sha1(f"blob {len(data)}\0".encode() + data).hexdigest()
+            entry: dict[str, object] = {"rfilename": path, "size": len(data), "blobId": blob}
+            if path.endswith(LARGE):
+                entry["lfs"] = {"sha256": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+            siblings.append(entry)
+        return {"id": self.repository, "sha": self.commit, "siblings": siblings}
+
+
+class _Handler(BaseHTTPRequestHandler):
+    owner: SmallHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, format: str, *args: object) -> None: ...
+
+    def do_GET(self) -> None:
+        hub, path = self.owner, urlsplit(self.path).path
+        given = self.headers.get("authorization")
+        hub.tokens.append(given)
+        if path.startswith("/api/models/"):
+            hub.listed += 1
+        if hub.token is not None and given != f"Bearer {hub.token}":
+            self._refuse(401 if given is None else 403, "Access to model org/name is restricted")
+        elif path.startswith("/api/models/"):
+            self._list(path)
+        elif path.startswith(f"/{hub.repository}/resolve/{hub.commit}/"):
+            self._give(unquote(path.removeprefix(f"/{hub.repository}/resolve/{hub.commit}/")))
+        else:
+            self._refuse(404, "Entry not found")
+
+    def _list(self, path: str) -> None:
+        hub = self.owner
+        wanted = [f"/api/models/{hub.repository}/revision/{name}" for name in (hub.branch, hub.commit)]
+        if path not in wanted:
+            self._refuse(404, "Repository Not Found")
+            return
+        body = json.dumps(hub.listing()).encode()
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def _give(self, name: str) -> None:
+        hub = self.owner
+        wanted = self.headers.get("range")
+        hub.requests.append((name, wanted))
+        if hub.statuses:
+            status, after = hub.statuses.pop(0)
+            self._refuse(status, "slow down", after)
+            return
+        if hub.elsewhere is not None:
+            self.send_response(302)
+            self.send_header("location", f"{hub.elsewhere}{self.path}")
+            self.send_header("content-length", "0")
+            self.end_headers()
+            return
+        data = hub.files[name]
+        if hub.damaged.get(name, 0) > 0:
+            hub.damaged[name] -= 1
+            data = bytes(reversed(data))
+        start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and not hub.ignores_range else 0
+        self.send_response(206 if start else 200)
+        self.send_header("content-length", str(len(data) - start))
+        self.end_headers()
+        cut = hub.cut_after.pop(0) if hub.cut_after else None
+        self.wfile.write(data[start : None if cut is None else start + cut])
+        if cut is not None:
+            self.wfile.flush()
+            self.close_connection = True
+
+    def _refuse(self, status: int, message: str, after: str = "") -> None:
+        self.send_response(status)
+        self.send_header("x-error-message", message)
+        if after:
+            self.send_header("retry-after", after)
+        self.send_header("content-length", "0")
+        self.end_headers()

@@ -1,0 +1,190 @@
+"""Conversion: whole or not at all, one tensor in memory at a time, with all that belongs to a model."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner
+from random_checkpoint import LLAMA, random_tensors, write_model
+from safetensors.torch import load_file
+
+from megatron_runtime.cli import main
+from megatron_runtime.loading import convert as conversion
+from megatron_runtime.loading.checkpoint import TensorKind, UnsupportedModelError, open_checkpoint
+from megatron_runtime.loading.convert import convert
+from megatron_runtime.loading.safetensors_writer import write_safetensors
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.loading.staging import DestinationError, new_directory
+from megatron_runtime.tokenization import load_tokenizer
+
+BUILTIN = "builtin:smollm2-135m"
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "hf", LLAMA, random_tensors(LLAMA))
+
+
+def test_several_files_and_their_index(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA)
+    kinds = {name: TensorKind(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    write_safetensors(kinds, tmp_path, read=tensors.__getitem__, written=lambda count: None, file_bytes=20_000)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    assert len(files) > 2
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert found.keys() == tensors.keys()
+    assert all(torch.equal(found[name], tensors[name]) for name in found)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(tensors)
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
+    (tmp_path / "config.json").write_text(json.dumps({}))
+    assert {file.name for file in files} == set(index["weight_map"].values())
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch_dist"])
+def test_another_type_is_that_of_torch(to: str, model: Path, tmp_path: Path) -> None:
+    convert(str(model), tmp_path / "out", to=to, dtype=torch.bfloat16)  # type: ignore[arg-type]
+    checkpoint = open_checkpoint(resolve(str(tmp_path / "out")))
+    for name, tensor in random_tensors(LLAMA).items():
+        assert torch.equal(checkpoint.read(name), tensor.bfloat16())
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_what_a_configuration_says_beyond_what_is_known_stays(model: Path, tmp_path: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "made_by": "somebody"}))
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
+    convert(str(model), tmp_path / "megatron", to="torch_dist")
+    convert(str(tmp_path / "megatron"), tmp_path / "back", to="safetensors")
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["made_by"] == "somebody"
+    assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
+    assert open_checkpoint(resolve(str(tmp_path / "back"))).config.eos_token_ids == (2, 5)
+
+
+def test_progress_is_told_up_to_all(model: Path, tmp_path: Path) -> None:
+    told: list[tuple[int, int]] = []
+    convert(str(model), tmp_path / "out", to="torch_dist", progress=lambda done, total: told.append((done, total)))
+    size = sum(tensor.nbytes for tensor in random_tensors(LLAMA).values())
+    assert told[-1] == (size, size)
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+
+
+def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(conversion, "_write_tokenizer", full)
+    with pytest.raises(OSError, match="no space left"):
+        convert(str(model), tmp_path / "out", to="safetensors")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
+
+
+def test_a_directory_in_use_is_left_alone(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "mine").write_text("keep")
+    with pytest.raises(DestinationError, match="is not empty"):
+        convert(str(model), tmp_path / "out", to="safetensors")
+    convert(str(model), tmp_path / "out", to="safetensors", replace=True)
+    assert not (tmp_path / "out" / "mine").exists()
+    assert (tmp_path / "out" / "model.safetensors").is_file()
+
+
+def test_a_model_with_a_tensor_too_many_is_refused_before_anything_is_made(tmp_path: Path) -> None:
+    tensors = random_tensors(LLAMA) | {"model.layers.0.extra.weight": torch.zeros(2)}
+    model = write_model(tmp_path / "hf", LLAMA, tensors)
+    with pytest.raises(UnsupportedModelError, match="extra"):
+        convert(str(model), tmp_path / "out", to="torch_dist")
+    assert not (tmp_path / "out").exists()
+
+
+_KILLED = """
+import os, sys, time
+from pathlib import Path
+from megatron_runtime.loading.staging import new_directory
+with new_directory(Path(sys.argv[1])) as partial:
+    (partial / "half").write_text("half")
+    print("writing", flush=True)
+    time.sleep(600)
+"""
+
+
+def test_after_a_kill_the_next_one_begins_anew(tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    writer = subprocess.Popen([sys.executable, "-c", _KILLED, str(target)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert writer.stdout is not None
+        assert writer.stdout.readline() == "writing\n"
+        with pytest.raises(DestinationError, match="another process is writing"), new_directory(target):
+            pass
+    finally:
+        os.kill(writer.pid, signal.SIGKILL)
+        writer.wait()
+    assert (tmp_path / ".out.partial" / "half").exists()
+    assert not target.exists()
+    with new_directory(target) as partial:
+        assert not list(partial.iterdir())
+        (partial / "whole").write_text("whole")
+    assert [path.name for path in target.iterdir()] == ["whole"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+_MEASURED = """
+import resource, sys
+from pathlib import Path
+import torch
+torch.set_num_threads(1)
+from megatron_runtime.loading import staging
+staging._sync = lambda directory: None
+from megatron_runtime.loading.convert import convert
+def there_and_back(model):
+    convert(model, Path(f"{model}-megatron"), to="torch_dist")
+    convert(f"{model}-megatron", Path(f"{model}-back"), to="safetensors")
+small, large = sys.argv[1:]
+there_and_back(small)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+there_and_back(large)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_memory_is_that_of_a_few_tensors(model: Path, tmp_path: Path) -> None:
+    """A model of 150 MB in tensors of at most 4 MB."""
+    config = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, head_dim=64)
+    large = write_model(tmp_path / "large", config, random_tensors(config))
+    assert (large / "model.safetensors").stat().st_size > 130 << 20
+    measured = [sys.executable, "-c", _MEASURED, str(model), str(large)]
+    grown = subprocess.run(measured, capture_output=True, text=True, check=True).stdout
+    assert int(grown) << 10 < 50 << 20
+
+
+def test_a_gguf_model_keeps_its_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
+    result = CliRunner().invoke(
+        main, ["convert", BUILTIN, str(tmp_path / "out"), "--to", "torch_dist", "--dtype", "bfloat16"]
+    )
+    assert result.exit_code == 0, result.output
+    ours, theirs = load_tokenizer(str(tmp_path / "out")), load_tokenizer(BUILTIN)
+    chat = [{"role": "user", "content": "Grüße 12 → <|im_end|>"}]
+    assert ours.encode_chat(chat) == theirs.encode_chat(chat)
+    assert ours.decode(ours.encode("a 1234 b")) == "a 1234 b"
+    assert (ours.bos_id, set(ours.eos_ids), ours.special_ids) == (
+        theirs.bos_id,
+        set(theirs.eos_ids),
+        theirs.special_ids,
+    )
+
+
+def test_the_command_names_what_is_wrong(tmp_path: Path, model: Path) -> None:
+    result = CliRunner().invoke(main, ["convert", str(tmp_path / "none"), str(tmp_path / "out"), "--to", "torch_dist"])
+    assert result.exit_code == 1
+    assert "does not exist: give" in result.output
+    (tmp_path / "out").write_text("")
+    result = CliRunner().invoke(main, ["convert", str(model), str(tmp_path / "out"), "--to", "torch_dist"])
+    assert result.exit_code == 2
+    assert "is a file" in result.output

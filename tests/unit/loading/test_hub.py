@@ -1,0 +1,290 @@
+"""Downloads from a hub: whole, checked, resumed, and clear about what is wrong."""
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from random_checkpoint import LLAMA, random_tensors, write_model
+from small_hub import SmallHub
+
+from megatron_runtime.cli import main
+from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Reference
+from megatron_runtime.loading.hub.fetch import Manifest, choose, fetch, read_manifest, verify_directory
+from megatron_runtime.loading.hub.transfer import WrongContentError
+from megatron_runtime.loading.source import SafetensorsSource, resolve
+from megatron_runtime.text_generation_server.settings import default_model_name
+from megatron_runtime.tokenization.loader import load_tokenizer
+
+MAIN = Reference("org/name")
+FILES = {
+    "config.json": b'{"a": 1}',
+    "model.safetensors": bytes(range(256)) * 4000,
+    "sub/tokenizer.json": b"{}",
+    "README.md": b"words",
+    "pytorch_model.bin": b"the same weights again",
+}
+WANTED = {"config.json", "model.safetensors", "sub/tokenizer.json"}
+SIZE = len(FILES["model.safetensors"])
+
+
+@pytest.fixture
+def hub() -> Iterator[SmallHub]:
+    with SmallHub(dict(FILES)).running() as running:
+        yield running
+
+
+@pytest.fixture
+def pauses() -> list[float]:
+    return []
+
+
+def get(hub: SmallHub, directory: Path, pauses: list[float] | None = None, *, token: str | None = None) -> Manifest:
+    api = HubApi(endpoint=hub.url, token=token)
+    try:
+        return fetch(MAIN, directory, api=api, wait=(pauses if pauses is not None else []).append)
+    finally:
+        api.close()
+
+
+def visible(directory: Path) -> dict[str, bytes]:
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".megatron")}
+
+
+def test_the_files_of_a_model_come_and_no_others(hub: SmallHub, tmp_path: Path) -> None:
+    manifest = get(hub, tmp_path)
+    assert visible(tmp_path) == {name: FILES[name] for name in WANTED}
+    assert (manifest.repository, manifest.commit, set(manifest.files)) == ("org/name", hub.commit, WANTED)
+    assert verify_directory(tmp_path) == manifest == read_manifest(tmp_path)
+
+
+def test_a_broken_connection_goes_on_where_it_was(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+    hub.files = {"model.safetensors": FILES["model.safetensors"]}
+    hub.cut_after = [100_000, 0, 200_000]
+    get(hub, tmp_path, pauses)
+    assert [part for _, part in hub.requests] == [None, "bytes=100000-", "bytes=100000-", "bytes=300000-"]
+    assert visible(tmp_path) == hub.files
+    # What came nothing of waits longer than what got on.
+    assert pauses == [1.0, 2.0, 1.0]
+
+
+def test_a_server_without_ranges_is_read_past_what_is_there(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files = {"model.safetensors": FILES["model.safetensors"]}
+    hub.ignores_range = True
+    hub.cut_after = [100_001]
+    get(hub, tmp_path)
+    assert visible(tmp_path) == hub.files
+
+
+_FETCHER = """
+import sys
+from pathlib import Path
+from megatron_runtime.loading.hub.api import HubApi, Reference
+from megatron_runtime.loading.hub.fetch import fetch
+fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1]), wait=lambda seconds: sys.exit("cut"))
+"""
+
+
+def test_what_a_killed_process_had_is_not_fetched_again(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files = {"model.safetensors": FILES["model.safetensors"]}
+    hub.cut_after = [300_000]
+    fetcher = subprocess.run(
+        [sys.executable, "-c", _FETCHER, hub.url, str(tmp_path)], stderr=subprocess.PIPE, text=True
+    )
+    assert fetcher.stderr.endswith("cut\n")
+    assert visible(tmp_path) == {}
+    get(hub, tmp_path)
+    assert hub.requests[-1] == ("model.safetensors", "bytes=300000-")
+    assert visible(tmp_path) == hub.files
+
+
+def test_what_is_there_is_not_fetched_again(hub: SmallHub, tmp_path: Path) -> None:
+    get(hub, tmp_path)
+    asked = len(hub.requests)
+    get(hub, tmp_path)
+    assert len(hub.requests) == asked
+    (tmp_path / "config.json").write_bytes(b'{"a": 2}')
+    get(hub, tmp_path)
+    assert [name for name, _ in hub.requests[asked:]] == ["config.json"]
+
+
+def test_another_commit_gets_what_changed(hub: SmallHub, tmp_path: Path) -> None:
+    get(hub, tmp_path)
+    asked = len(hub.requests)
+    hub.commit, hub.files["config.json"] = "d" * 40, b'{"a": 3}'
+    assert get(hub, tmp_path).commit == "d" * 40
+    assert [name for name, _ in hub.requests[asked:]] == ["config.json"]
+    assert (tmp_path / "config.json").read_bytes() == b'{"a": 3}'
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: Path) -> None:
+    hub.damaged = {name: 1}
+    get(hub, tmp_path)
+    assert visible(tmp_path)[name] == FILES[name]
+    hub.damaged = {name: 2}
+    (tmp_path / name).unlink()
+    with pytest.raises(WrongContentError, match=rf"{name} of org/name@c{{40}} came twice with digest"):
+        get(hub, tmp_path)
+    assert not (tmp_path / name).exists()
+
+
+def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+    hub.statuses = [(429, "7"), (503, ""), (429, "9999")]
+    get(hub, tmp_path, pauses)
+    assert pauses == [7.0, 2.0, 60.0]
+
+
+def test_attempts_end(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+    hub.statuses = [(503, "")] * 6
+    with pytest.raises(HubUnavailableError, match=r"0 of 8 bytes of config\.json are here: run this again to go on"):
+        get(hub, tmp_path, pauses)
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_a_hub_that_is_not_there() -> None:
+    api = HubApi(endpoint="http://127.0.0.1:1")
+    with pytest.raises(HubUnavailableError, match="does not answer for org/name@main"):
+        api.list(MAIN)
+
+
+def test_a_private_repository_needs_its_token(hub: SmallHub, tmp_path: Path) -> None:
+    hub.token = "secret"
+    with pytest.raises(HubError, match=r"401 Unauthorized .*give a token"):
+        get(hub, tmp_path)
+    with pytest.raises(HubError, match=r"403 Forbidden .*gated repo"):
+        get(hub, tmp_path, token="wrong")
+    get(hub, tmp_path, token="secret")
+    assert visible(tmp_path).keys() == WANTED
+
+
+def test_the_token_stays_with_the_hub(hub: SmallHub, tmp_path: Path) -> None:
+    """Large files come from another host."""
+    with SmallHub(dict(FILES)).running() as store:
+        hub.token, hub.elsewhere = "secret", store.url
+        get(hub, tmp_path, token="secret")
+        assert store.requests
+        assert set(store.tokens) == {None}
+    assert visible(tmp_path).keys() == WANTED
+
+
+def test_what_is_not_there_is_said(hub: SmallHub, tmp_path: Path) -> None:
+    api = HubApi(endpoint=hub.url)
+    for reference in (Reference("org/other"), Reference("org/name", "v9")):
+        with pytest.raises(HubError, match=f"repository not found: {reference}"):
+            fetch(reference, tmp_path, api=api)
+    with pytest.raises(HubError, match="has no file that is wanted"):
+        fetch(MAIN, tmp_path, api=api, include=["*.gguf"])
+
+
+def test_no_file_is_written_outside(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files["../evil"] = b"x"
+    with pytest.raises(HubError, match="outside of its directory"):
+        get(hub, tmp_path / "in")
+    assert not (tmp_path / "evil").exists()
+
+
+@pytest.mark.parametrize("text", ["name", "a/b/c", "../b", "a/..", "", "hf:a", "a b/c"])
+def test_what_is_no_reference(text: str) -> None:
+    with pytest.raises(HubError, match="write ORG/NAME"):
+        Reference.parse(text)
+
+
+def test_references() -> None:
+    assert Reference.parse("hf:org/name@v1") == Reference.parse("hf://org/name@v1") == Reference("org/name", "v1")
+    assert Reference.parse("org/name") == Reference("org/name", "main")
+    assert default_model_name("hf:org/name@v1") == default_model_name("hf:org/name") == "name"
+
+
+def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: SmallHub) -> None:
+    hub.files = {
+        "release/__0_0.distcp": b"1",
+        "release/.metadata": b"2",
+        "release/common.pt": b"3",
+        "config.json": b"4",
+    }
+    listing = HubApi(endpoint=hub.url).list(MAIN)
+    assert len(choose(listing.files, ())) == 4
+
+
+def test_a_change_on_the_disk_is_found_and_named(hub: SmallHub, tmp_path: Path) -> None:
+    get(hub, tmp_path)
+    data = bytearray(FILES["model.safetensors"])
+    data[500_000] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(data)
+    (tmp_path / "config.json").unlink()
+    result = CliRunner().invoke(main, ["fetch", "--verify", str(tmp_path)])
+    assert result.exit_code == 1
+    assert "2 of 3 files" in result.output
+    assert "config.json (missing" in result.output
+    assert f"model.safetensors ({SIZE} bytes" in result.output
+
+
+def test_the_command_gets_and_checks(hub: SmallHub, tmp_path: Path) -> None:
+    hub.token = "secret"
+    (tmp_path / "token").write_text("secret\n")
+    target = tmp_path / "model"
+    arguments = ["fetch", "org/name", str(target), "--endpoint", hub.url, "--token-file", str(tmp_path / "token")]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert f"3 files of org/name@{hub.commit}" in result.output
+    result = CliRunner().invoke(main, ["fetch", "--verify", str(target)])
+    assert result.exit_code == 0
+    assert "are as they were fetched" in result.output
+    assert CliRunner().invoke(main, ["fetch", "org/name"]).exit_code == 2
+
+
+@pytest.fixture
+def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+    """A real model on a hub that processes find by the environment, as pods do."""
+    model = write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
+    import tokenizers
+
+    words = tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
+    tokenizers.Tokenizer(words).save(str(model / "tokenizer.json"))
+    with SmallHub.of(model).running() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.setenv("HF_TOKEN", "from-a-secret")
+        hub.token = "from-a-secret"
+        yield hub
+
+
+def test_a_reference_is_a_model(model_hub: SmallHub) -> None:
+    source = resolve("hf:org/name@main")
+    assert isinstance(source, SafetensorsSource)
+    assert model_hub.commit in source.directory.parts
+    asked = len(model_hub.requests)
+    # A commit that is here needs no hub any more.
+    model_hub.token = "changed"
+    assert resolve(f"hf:org/name@{model_hub.commit}") == source
+    assert len(model_hub.requests) == asked
+
+
+def test_a_server_fetches_the_tokenizer_alone(model_hub: SmallHub) -> None:
+    assert load_tokenizer("hf:org/name").encode("a") == [0]
+    assert "model.safetensors" not in {name for name, _ in model_hub.requests}
+    resolve("hf:org/name")
+    assert "model.safetensors" in {name for name, _ in model_hub.requests}
+
+
+def test_processes_that_ask_at_once_fetch_once(model_hub: SmallHub) -> None:
+    threads = [threading.Thread(target=resolve, args=("hf:org/name",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    names = [name for name, _ in model_hub.requests]
+    assert len(names) == len(set(names)) == 3
+
+
+def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: SmallHub, tmp_path: Path) -> None:
+    from megatron_runtime.loading.source import resolve as resolved
+
+    gguf = resolved("builtin:smollm2-135m").location
+    model_hub.files = {"model-q4.gguf": gguf.read_bytes(), "README.md": b"words"}
+    assert load_tokenizer("hf:org/name").encode_chat([{"role": "user", "content": "x"}])

@@ -1,0 +1,159 @@
+"""Pickles of a checkpoint are read; nothing that they ask for is run."""
+
+import io
+import os
+import pickle
+import shutil
+import zipfile
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_checkpoint import CONFIGS, random_tensors, write_model
+
+from megatron_runtime.loading.checkpoint import open_checkpoint
+from megatron_runtime.loading.convert import convert
+from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.loading.torch_dist.archive import DamagedFileError
+from megatron_runtime.loading.torch_dist.configuration import read_arguments
+
+
+class Trap:
+    """Its pickle makes a file when it is loaded."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+class Stateful:
+    """Its pickle sets the state of an object by a function of its own class."""
+
+    def __setstate__(self, state: Any) -> None:
+        raise AssertionError("a class of the pickle was used")
+
+    def __getstate__(self) -> Any:
+        return {"x": 1}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("megatron")
+    model = write_model(directory / "hf", CONFIGS["llama"], random_tensors(CONFIGS["llama"]))
+    convert(str(model), directory / "megatron", to="torch_dist")
+    return directory / "megatron"
+
+
+@pytest.fixture
+def release(original: Path, tmp_path: Path) -> Path:
+    shutil.copytree(original, tmp_path / "megatron")
+    return tmp_path / "megatron" / "release"
+
+
+def test_the_trap_works_where_pickles_are_run(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Trap(tmp_path / "sprung")))
+    assert (tmp_path / "sprung").is_dir()
+
+
+@pytest.mark.parametrize("place", ["the index itself", "what its saver keeps in it"])
+def test_an_index_with_a_trap_is_refused(place: str, release: Path, tmp_path: Path) -> None:
+    index = pickle.loads((release / ".metadata").read_bytes())
+    trap = Trap(tmp_path / "sprung")
+    if place == "the index itself":
+        index = trap
+    else:
+        index.planner_data = trap
+    (release / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UnsafePickleError, match=r"\.metadata asks for posix\.mkdir"):
+        open_checkpoint(resolve(str(release)))
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_a_trap_among_the_tensors_is_refused(release: Path, tmp_path: Path) -> None:
+    index = pickle.loads((release / ".metadata").read_bytes())
+    place = next(place for where, place in index.storage_data.items() if where.fqn.startswith("embedding"))
+    tensors = io.BytesIO()
+    torch.save(Trap(tmp_path / "sprung"), tensors)
+    # Its file is used from its end on, so that the rest of it stays what it was.
+    file = release / place.relative_path
+    offset = file.stat().st_size
+    with file.open("ab") as opened:
+        opened.write(tensors.getvalue())
+    place.offset, place.length = offset, len(tensors.getvalue())
+    (release / ".metadata").write_bytes(pickle.dumps(index))
+    checkpoint = open_checkpoint(resolve(str(release)))
+    with pytest.raises(UnsafePickleError, match=r"posix\.mkdir"):
+        checkpoint.read("model.embed_tokens.weight")
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_arguments_are_read_past_whatever_else_is_there(tmp_path: Path) -> None:
+    arguments = Namespace(
+        num_layers=3,
+        norm_epsilon=1e-5,
+        load=Path("/x"),
+        params_dtype=torch.bfloat16,
+        trap=Trap(tmp_path / "sprung"),
+        own=Stateful(),
+        moe_layer_freq=[1, 0],
+    )
+    torch.save({"args": arguments, "rng": torch.zeros(2), "more": Stateful()}, tmp_path / "common.pt")
+    found = read_arguments(tmp_path / "common.pt")
+    assert found == {"num_layers": 3, "norm_epsilon": 1e-5, "moe_layer_freq": [1, 0]}
+    assert not (tmp_path / "sprung").exists()
+
+
+def test_no_path_leads_out_of_the_checkpoint(release: Path) -> None:
+    index = pickle.loads((release / ".metadata").read_bytes())
+    for place in index.storage_data.values():
+        place.relative_path = f"../{place.relative_path}"
+    (release / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(UnsafePickleError, match="outside of its directory"):
+        open_checkpoint(resolve(str(release)))
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80\x04", b"not a pickle", pickle.dumps(7), b"\x80\x04K\x01K\x02."])
+def test_what_is_no_index_is_refused_by_name(content: bytes, release: Path) -> None:
+    (release / ".metadata").write_bytes(content)
+    with pytest.raises(UnsafePickleError, match=r"\.metadata"):
+        open_checkpoint(resolve(str(release)))
+
+
+def test_every_cut_index_is_refused(release: Path) -> None:
+    whole = (release / ".metadata").read_bytes()
+    for end in range(0, len(whole) - 1, 997):
+        (release / ".metadata").write_bytes(whole[:end])
+        with pytest.raises((UnsafePickleError, DamagedFileError)):
+            open_checkpoint(resolve(str(release)))
+
+
+def test_a_compressed_tensor_is_refused(release: Path) -> None:
+    index = pickle.loads((release / ".metadata").read_bytes())
+    place = next(place for where, place in index.storage_data.items() if where.fqn.startswith("embedding"))
+    file = release / place.relative_path
+    held = file.read_bytes()[place.offset : place.offset + place.length]
+    packed = io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(held)) as old,
+        zipfile.ZipFile(packed, "w", compression=zipfile.ZIP_DEFLATED) as new,
+    ):
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    place.offset, place.length = file.stat().st_size, len(packed.getvalue())
+    with file.open("ab") as opened:
+        opened.write(packed.getvalue())
+    (release / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(DamagedFileError, match="compressed"):
+        open_checkpoint(resolve(str(release))).read("model.embed_tokens.weight")
+
+
+def test_what_is_trusted_is_named_by_the_caller() -> None:
+    data = pickle.dumps(Namespace(a=1))
+    with pytest.raises(UnsafePickleError, match=r"argparse\.Namespace"):
+        read_pickle(io.BytesIO(data), where="it", trusted={})
+    assert read_pickle(io.BytesIO(data), where="it", trusted={("argparse", "Namespace"): Namespace}) == Namespace(a=1)

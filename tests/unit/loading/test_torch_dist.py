@@ -1,0 +1,180 @@
+"""Megatron-Core checkpoints: what is written, what others write, and any part of it for any rank."""
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_checkpoint import CONFIGS, random_tensors, write_model
+from safetensors.torch import load_file
+from torch.distributed import checkpoint as dcp
+
+from megatron_runtime.loading.checkpoint import open_checkpoint
+from megatron_runtime.loading.convert import convert
+from megatron_runtime.loading.source import TorchDistSource, resolve
+from megatron_runtime.models.weights import load_weights
+from megatron_runtime.parallel.shard import ParallelSizes
+
+SAVER = Path(__file__).parents[2] / "support" / "megatron_saver.py"
+
+
+def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(
+        tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]) for name, tensor in one.items()
+    )
+
+
+def read_all(model: Path) -> dict[str, torch.Tensor]:
+    checkpoint = open_checkpoint(resolve(str(model)))
+    return {name: checkpoint.read(name) for name in checkpoint.kinds}
+
+
+def save_as_megatron(model: Path, target: Path, *flags: str, world: int = 2) -> Path:
+    """By `world` processes of torch's own writer."""
+    store = target.with_name(f"{target.name}.store")
+    command = [sys.executable, str(SAVER), str(model), str(target)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(world), str(store), *flags], env=environment, stderr=subprocess.PIPE, text=True
+        )
+        for rank in range(world)
+    ]
+    for rank in ranks:
+        _, errors = rank.communicate(timeout=240)
+        assert rank.returncode == 0, errors
+    return target
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CONFIGS)
+def test_there_and_back_is_the_same_bits(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    config = CONFIGS[case]
+    tensors = random_tensors(config, dtype=dtype)
+    model = write_model(tmp_path / "hf", config, tensors)
+    convert(str(model), tmp_path / "megatron", to="torch_dist")
+    source = resolve(str(tmp_path / "megatron"))
+    assert source == TorchDistSource(tmp_path / "megatron" / "release")
+    assert open_checkpoint(source).config == config
+    convert(source, tmp_path / "back", to="safetensors")
+    assert same_bits(load_file(tmp_path / "back" / "model.safetensors"), tensors)
+    assert open_checkpoint(resolve(str(tmp_path / "back"))).config == config
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("qwen")
+    return write_model(directory, CONFIGS["qwen2"], random_tensors(CONFIGS["qwen2"], dtype=torch.bfloat16))
+
+
+@pytest.fixture(scope="module")
+def saved_by_two(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_as_megatron(qwen, tmp_path_factory.mktemp("run") / "iter_0000012")
+
+
+def test_what_two_tensor_ranks_of_a_training_saved_is_the_model(qwen: Path, saved_by_two: Path) -> None:
+    """Padded vocabulary, split gate and up, optimizer state and objects beside; configuration from the arguments."""
+    checkpoint = open_checkpoint(resolve(str(saved_by_two)))
+    assert same_bits({name: checkpoint.read(name) for name in checkpoint.kinds}, load_file(qwen / "model.safetensors"))
+    ours, wanted = checkpoint.config, CONFIGS["qwen2"]
+    for field in ("family", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "rope_theta", "qkv_bias"):
+        assert getattr(ours, field) == getattr(wanted, field)
+
+
+def test_the_newest_checkpoint_of_a_training_is_taken(saved_by_two: Path) -> None:
+    (saved_by_two.parent / "latest_checkpointed_iteration.txt").write_text("12\n")
+    assert resolve(str(saved_by_two.parent)) == TorchDistSource(saved_by_two)
+
+
+def test_layers_may_be_numbered(tmp_path: Path) -> None:
+    config = CONFIGS["llama, tied, scaled"]
+    model = write_model(tmp_path / "hf", config, random_tensors(config))
+    saved = save_as_megatron(model, tmp_path / "saved", "--numbered", world=1)
+    (saved / "config.json").write_text((model / "config.json").read_text())
+    assert same_bits(read_all(saved), load_file(model / "model.safetensors"))
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_part_of_any_tensor_can_be_read_alone(saved_by_two: Path, qwen: Path, data: st.DataObject) -> None:
+    checkpoint = open_checkpoint(resolve(str(saved_by_two)))
+    name = data.draw(st.sampled_from(sorted(checkpoint.kinds)))
+    part = []
+    for extent in checkpoint.kinds[name].shape[: data.draw(st.integers(0, 2))]:
+        start = data.draw(st.integers(0, extent - 1))
+        part.append(slice(start, data.draw(st.integers(start + 1, extent))))
+    whole = open_checkpoint(resolve(str(qwen))).read(name)
+    assert torch.equal(checkpoint.read(name, tuple(part)), whole[tuple(part)])
+
+
+@pytest.mark.parametrize(
+    ("case", "sizes"),
+    [
+        ("qwen2", ParallelSizes(tensor=2)),
+        ("llama", ParallelSizes(tensor=2, pipeline=3)),
+        ("qwen3_moe", ParallelSizes(tensor=2, expert=2)),
+    ],
+)
+def test_each_rank_reads_the_part_it_reads_of_safetensors(case: str, sizes: ParallelSizes, tmp_path: Path) -> None:
+    """Saved by one, loaded by several."""
+    config = CONFIGS[case]
+    model = write_model(tmp_path / "hf", config, random_tensors(config))
+    convert(str(model), tmp_path / "megatron", to="torch_dist")
+    for rank in range(sizes.world):
+        loaded = [
+            load_weights(open_checkpoint(resolve(str(place))), torch.float32, shard=sizes.shard(rank))
+            for place in (model, tmp_path / "megatron")
+        ]
+        assert_equal_weights(*loaded)
+
+
+def test_saved_by_two_is_loaded_by_one_and_by_two(qwen: Path, saved_by_two: Path) -> None:
+    for sizes in (ParallelSizes(), ParallelSizes(tensor=2)):
+        for rank in range(sizes.world):
+            loaded = [
+                load_weights(open_checkpoint(resolve(str(place))), torch.float32, shard=sizes.shard(rank))
+                for place in (qwen, saved_by_two)
+            ]
+            assert_equal_weights(*loaded)
+
+
+def test_torch_reads_what_is_written(qwen: Path, tmp_path: Path) -> None:
+    """The writer of the files is ours; the reader of torch, which Megatron-LM uses, is the judge."""
+    convert(str(qwen), tmp_path / "megatron", to="torch_dist")
+    tensors = load_file(qwen / "model.safetensors")
+    release = tmp_path / "megatron" / "release"
+    fc1 = torch.cat([tensors[f"model.layers.1.mlp.{part}_proj.weight"] for part in ("gate", "up")])
+    state = {
+        "decoder.layers.mlp.linear_fc1.weight": torch.zeros(3, *fc1.shape, dtype=torch.bfloat16),
+        "embedding.word_embeddings.weight": torch.zeros(150, 32, dtype=torch.bfloat16),
+    }
+    dcp.load(state, checkpoint_id=release, no_dist=True)
+    assert torch.equal(state["decoder.layers.mlp.linear_fc1.weight"][1], fc1)
+    assert torch.equal(state["embedding.word_embeddings.weight"], tensors["model.embed_tokens.weight"])
+    with torch.serialization.safe_globals([__import__("argparse").Namespace]):
+        common = torch.load(io.BytesIO((release / "common.pt").read_bytes()), weights_only=True)
+    assert common["checkpoint_version"] == 3.0
+    assert common["args"].num_query_groups == 2
+
+
+def assert_equal_weights(one: object, other: object) -> None:
+    """All tensors of two trees of frozen dataclasses."""
+    if isinstance(one, torch.Tensor):
+        assert isinstance(other, torch.Tensor)
+        assert torch.equal(one, other)
+    elif isinstance(one, list | tuple):
+        assert isinstance(other, list | tuple)
+        for mine, theirs in zip(one, other, strict=True):
+            assert_equal_weights(mine, theirs)
+    elif hasattr(one, "dense"):
+        assert_equal_weights(one.dense(), other.dense())  # type: ignore[attr-defined]
+    elif hasattr(one, "__dataclass_fields__"):
+        for name in one.__dataclass_fields__:
+            assert_equal_weights(getattr(one, name), getattr(other, name))
+    else:
+        assert type(one) is type(other)
