@@ -15,7 +15,7 @@ import pytest
 import yaml
 from eventually import eventually
 from operator_process import OperatorProcess
-from played_node import PlayedNode
+from played_node import PlayedNode, Ports
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
@@ -80,8 +80,14 @@ async def namespace(api: KubeApi, crd: None) -> AsyncIterator[str]:
 
 
 @pytest.fixture
-async def node(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[PlayedNode]:
-    played = PlayedNode(api, namespace=namespace, folder=tmp_path)
+def ports() -> Ports:
+    """Of the coordinator that a node plays."""
+    return Ports()
+
+
+@pytest.fixture
+async def node(api: KubeApi, namespace: str, ports: Ports, tmp_path: Path) -> AsyncIterator[PlayedNode]:
+    played = PlayedNode(api, namespace=namespace, folder=tmp_path, ports=ports)
     played.start()
     yield played
     await played.stop()
@@ -124,7 +130,7 @@ async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) 
 
 @pytest.fixture
 def make_operator(
-    operator_kubeconfig: Path, namespace: str, node: PlayedNode, tmp_path: Path
+    operator_kubeconfig: Path, namespace: str, ports: Ports, tmp_path: Path
 ) -> Iterator[Callable[..., OperatorProcess]]:
     made: list[OperatorProcess] = []
 
@@ -133,7 +139,7 @@ def make_operator(
         pod: str = "operator-0",
         everywhere: bool = False,
         kubeconfig: Path = operator_kubeconfig,
-        coordinator_port: int = node.ports.admin,
+        coordinator_port: int = ports.admin,
         **options: Any,
     ) -> OperatorProcess:
         process = OperatorProcess(

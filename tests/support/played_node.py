@@ -60,8 +60,8 @@ class Container:
 class PlayedNode:
     """Runs the pods of one namespace until stop()."""
 
-    def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
-        self.ports = Ports()
+    def __init__(self, api: KubeApi, *, namespace: str, folder: Path, ports: Ports) -> None:
+        self.ports = ports
         self.containers: dict[str, Container] = {}
         self.start_engines = True
         """False: engine pods stay Pending, as when no node has room."""

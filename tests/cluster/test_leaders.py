@@ -1,0 +1,99 @@
+"""Two operators: the leader is frozen with a signal under way and thawed when another leads. Nothing of it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from api_proxy import ApiProxy, Asked
+from coordinator_questions import ask_coordinator
+from soak import repeated, size
+from tcp_relay import TcpRelay
+
+from megatron_runtime.wire.headers import Header
+
+pytestmark = pytest.mark.cluster
+
+FROZEN_SECONDS = size(0, soak=30)
+"""At least; the leader stays frozen until another has taken over and finished its verb."""
+
+
+@pytest.fixture
+async def relay(node: Any) -> AsyncIterator[TcpRelay]:
+    made = TcpRelay(node.ports.admin)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+async def proxy(operator_kubeconfig: Path) -> AsyncIterator[ApiProxy]:
+    made = ApiProxy(operator_kubeconfig)
+    await made.start()
+    yield made
+    await made.stop()
+
+
+@repeated(soak=5)
+async def test_frozen_leader_changes_nothing_when_it_thaws(
+    seed: int,
+    resource: Any,
+    make_operator: Any,
+    node: Any,
+    api: Any,
+    namespace: str,
+    relay: TcpRelay,
+    proxy: ApiProxy,
+    tmp_path: Path,
+) -> None:
+    through = proxy.kubeconfig(tmp_path / "of-the-first")
+    lease = ("--lease-seconds", "10")
+    first = make_operator(*lease, pod="operator-a", kubeconfig=through, coordinator_port=relay.port)
+    second = make_operator(*lease, pod="operator-b")
+    await first.start()
+    await resource.create()
+    await resource.settled("Running")
+    await second.start(phase="standing by")
+
+    # What it says after it has written down what it will say stays on the way; then it is frozen, believing it leads.
+    def hold(asked: Asked, body: bytes) -> None:
+        if asked.path.endswith("/status") and json.loads(body)["status"]["lifecycle"]["phase"] == "Submitted":
+            relay.hold()
+
+    proxy.tell = hold
+    await resource.patch(desiredState="Paused")
+    sent = await first.logs("signal sent", signal="PAUSE")
+    first.freeze()
+    frozen = time.monotonic()
+    await second.reaches("leading", seconds=60)
+    failover = time.monotonic() - frozen
+    await resource.settled("Paused")
+    await resource.patch(desiredState="Running")
+    await resource.settled("Running")
+    await asyncio.sleep(max(0.0, frozen + FROZEN_SECONDS - time.monotonic()))
+
+    requests = len(proxy.seen)
+    thawed = await ask_coordinator(api, namespace, node.ports.admin)
+    first.thaw()
+    relay.release()
+    assert await first.ends() == 1
+    await resource.patch(desiredState="Paused")
+    await resource.settled("Paused")
+
+    reply = await ask_coordinator(api, namespace, node.ports.admin)
+    wanted = [Header.PAUSE, Header.UNPAUSE, Header.PAUSE]
+    assert [(done.signal, done.phase) for done in reply.operations] == [(signal, "Confirmed") for signal in wanted]
+    assert [done.operation_id for done in reply.operations][:2] == [done.operation_id for done in thawed.operations]
+    assert reply.operations[0].operation_id == sent["operation_id"]
+    assert reply.fence == 2 > sent["fence"]
+    assert relay.held > 0
+    late = [asked for asked in proxy.seen[requests:] if asked.writes and not asked.leads]
+    assert late == [], "it wrote after another had led"
+    assert len(first.lines("signal sent")) == 1
+    elapsed = time.monotonic() - frozen
+    print(f"\nanother led {failover:.1f} s after the freeze, which took {elapsed:.0f} s; 0 stale commands were taken")

@@ -1,0 +1,77 @@
+"""From a patch to a confirmed Paused, with many requests in flight. Figures are printed, not judged.
+
+`MEGATRON_SOAK=1` runs the size that the documentation quotes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+from soak import size
+
+from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.security import PeerKeys
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+REQUESTS = size(100, soak=1000)
+PAUSES = size(5, soak=100)
+LOOK_SECONDS = 0.01
+STEP_SECONDS = "0.02"
+
+
+async def paused_after(resource: Any) -> float:
+    """Seconds from the patch until the status says that all ranks have confirmed."""
+    began = time.monotonic()
+    await resource.patch(desiredState="Paused")
+    async with asyncio.timeout(60):
+        while True:
+            status = await resource.status()
+            lifecycle = status.get("lifecycle") or {}
+            if (status.get("state"), lifecycle.get("phase")) == ("Paused", "Confirmed"):
+                return time.monotonic() - began
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def test_pause_with_requests_in_flight(resource: Any, operator: Any, node: Any) -> None:
+    node.engine_arguments = (
+        *("--echo-step-seconds", STEP_SECONDS),
+        *("--max-requests", str(REQUESTS)),
+        *("--kv-cache-memory", "64Mi"),
+    )
+    await resource.create(replicas=2, model={"source": {"builtin": "echo"}, "maxSequenceLength": 1_000_000})
+    await resource.settled("Running")
+    keys = PeerKeys.load(node.keys_folder("demo"), Role.CLIENT)
+    client = InferenceClient(node.ports.client, deserialize=False, keys=keys)
+    await client.start(connect_timeout_seconds=60)
+    try:
+        open_ended = SamplingParams(num_tokens_to_generate=900_000)
+        requests = [client.add_request([number, 1, 2, 3], open_ended) for number in range(REQUESTS)]
+        taken = []
+        for _ in range(PAUSES):
+            taken.append(await paused_after(resource))
+            await resource.patch(desiredState="Running")
+            await resource.settled("Running")
+        assert not [request for request in requests if request.done()], "a request ended while it was measured"
+        for request in requests:
+            request.cancel()
+    finally:
+        client.stop()
+    taken.sort()
+    print(
+        "\n"
+        + json.dumps(
+            {
+                "requests_in_flight": REQUESTS,
+                "pauses": PAUSES,
+                "paused_p50_ms": round(1000 * taken[len(taken) // 2]),
+                "paused_p99_ms": round(1000 * taken[min(len(taken) - 1, int(0.99 * len(taken)))]),
+            }
+        )
+    )
