@@ -21,6 +21,7 @@ from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
+from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
@@ -198,6 +199,24 @@ def plan(path: Path, against: Path | None, **settings: Any) -> None:
         click.echo(f"step {number}: {step}")
     restarted = [change.child for change in found.changes if change.restarts and "StatefulSet" in change.child]
     click.echo(f"engines that restart: {', '.join(name.split()[-1] for name in restarted) or 'none'}")
+
+
+@main.command()
+@resource_file
+@click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace that gets the files.")
+@runtime_image
+@image_pull_policy
+def prefetch(path: Path, claim: str, **settings: Any) -> None:
+    """Print a Job that fetches a resource's Hugging Face repository into a claim, and how to use it from there."""
+    try:
+        context = read_resource(path).context(Settings(**settings))
+        job, source = prefetch_job(context, claim), claim_source(context, claim)
+    except (ResourceFileError, NothingToPrefetch) as error:
+        _fail(error)
+    click.echo("# Once this Job is complete, the resource may say:")
+    for line in _dump([{"spec": source}], form="yaml").splitlines():
+        click.echo(f"#   {line}")
+    click.echo(_dump([job], form="yaml"), nl=False)
 
 
 @main.command()

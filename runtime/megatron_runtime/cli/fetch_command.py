@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -37,8 +38,9 @@ def command(
     """Download a model from the Hugging Face hub to DIRECTORY.
 
     An interrupted download goes on where it was when this is run again. Each file is checked by its digest.
+    Exit codes: 0 all is there, 75 the hub cannot be reached for now, 1 asking again does not help.
     """
-    from megatron_runtime.loading.hub.api import HubApi, Reference, read_token
+    from megatron_runtime.loading.hub.api import HubApi, HubUnavailableError, Reference, read_token
     from megatron_runtime.loading.hub.fetch import fetch, verify_directory
 
     if verify is not None:
@@ -52,7 +54,11 @@ def command(
         raise click.UsageError("name a repository and a directory, or --verify DIRECTORY")
     reference = Reference.parse(repository)
     with closing(HubApi(endpoint=endpoint, token=read_token(token_file))) as api, _Bar(str(reference)) as bar:
-        manifest = fetch(reference, directory, api=api, include=include, progress=bar)
+        try:
+            manifest = fetch(reference, directory, api=api, include=include, progress=bar)
+        except HubUnavailableError as error:
+            click.echo(f"Error: {error}", err=True)
+            raise SystemExit(os.EX_TEMPFAIL) from error
     click.echo(f"{directory} holds {len(manifest.files)} files of {manifest.repository}@{manifest.commit}")
 
 

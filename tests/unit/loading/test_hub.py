@@ -288,3 +288,12 @@ def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: S
     gguf = resolved("builtin:smollm2-135m").location
     model_hub.files = {"model-q4.gguf": gguf.read_bytes(), "README.md": b"words"}
     assert load_tokenizer("hf:org/name").encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_the_exit_code_says_whether_asking_again_may_help(hub: SmallHub, tmp_path: Path) -> None:
+    """A Job goes on after the one and ends with the other."""
+    gone = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", "http://127.0.0.1:1"])
+    assert gone.exit_code == 75
+    hub.token = "secret"
+    refused = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", hub.url])
+    assert refused.exit_code == 1

@@ -1,0 +1,114 @@
+"""A Job that fetches the repository of a resource into a claim, before any engine needs it.
+
+Applied by the user, who then names the claim as the resource's source: engines start without a download, several share
+one copy, and a new revision can be fetched beside the one in use.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron_operator.render.context import APP_NAME, LABEL_INSTANCE, LABEL_NAME, Manifest, RenderContext, digest
+from megatron_operator.render.model_source import model_env
+from megatron_operator.render.pod import MODEL_DIR, USER
+
+FETCH = "prefetch"
+_TRIES = 10
+_KEPT_SECONDS = 24 * 3600
+_FINAL_EXIT_CODES = [1, 2]
+"""Of `megatron fetch`: asking again does not help. With any other the next pod goes on where this one was."""
+
+
+class NothingToPrefetch(ValueError):
+    """The resource names no pinned repository. The message names the field and the remedy."""
+
+
+def claim_source(ctx: RenderContext, claim: str) -> dict[str, Any]:
+    """What the resource says once the claim has the files: `spec.model.source` and `spec.weights`."""
+    repository, revision = _pinned(ctx)
+    return {
+        "model": {
+            "source": {"persistentVolumeClaim": {"claimName": claim, "path": f"/{_folder(repository)}/{{revision}}"}}
+        },
+        "weights": {"revision": revision},
+    }
+
+
+def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
+    """The Job. Each revision has a directory of its own in the claim. Raises NothingToPrefetch."""
+    repository, revision = _pinned(ctx)
+    target = f"{MODEL_DIR}/{_folder(repository)}/{revision}"
+    container = {
+        "name": FETCH,
+        "image": ctx.settings.runtime_image,
+        "imagePullPolicy": ctx.settings.image_pull_policy,
+        "args": ["fetch", f"{repository}@{revision}", target],
+        "env": [{"name": "HOME", "value": "/tmp"}, *model_env(ctx)],
+        "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}},
+        "securityContext": {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+            "readOnlyRootFilesystem": True,
+        },
+        "terminationMessagePolicy": "FallbackToLogsOnError",
+        "volumeMounts": [{"name": "tmp", "mountPath": "/tmp"}, {"name": "model", "mountPath": MODEL_DIR}],
+    }
+    pod = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "securityContext": {
+            "runAsNonRoot": True,
+            "runAsUser": USER,
+            "runAsGroup": USER,
+            "fsGroup": USER,
+            "fsGroupChangePolicy": "OnRootMismatch",
+            "seccompProfile": {"type": "RuntimeDefault"},
+        },
+        "containers": [container],
+        "volumes": [
+            {"name": "tmp", "emptyDir": {}},
+            {"name": "model", "persistentVolumeClaim": {"claimName": claim}},
+        ],
+    }
+    # Not the labels of engines or servers: nothing that selects those may find this pod.
+    labels = {LABEL_NAME: f"{APP_NAME}-{FETCH}", LABEL_INSTANCE: ctx.name}
+    return {
+        "apiVersion": "batch/v1",
+        "kind": "Job",
+        "metadata": {
+            "name": f"{ctx.name}-{FETCH}-{digest([pod, claim])}",
+            "namespace": ctx.namespace,
+            "labels": labels,
+        },
+        "spec": {
+            "backoffLimit": _TRIES,
+            "ttlSecondsAfterFinished": _KEPT_SECONDS,
+            "podFailurePolicy": {
+                "rules": [
+                    {
+                        "action": "FailJob",
+                        "onExitCodes": {"containerName": FETCH, "operator": "In", "values": _FINAL_EXIT_CODES},
+                    }
+                ]
+            },
+            "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
+        },
+    }
+
+
+def _pinned(ctx: RenderContext) -> tuple[str, str]:
+    source = ctx.spec.model.source.hugging_face
+    if source is None:
+        raise NothingToPrefetch("spec.model.source: is no huggingFace repository; only those are fetched")
+    revision = source.revision or (ctx.spec.weights.revision if ctx.spec.weights else None)
+    if revision is None:
+        raise NothingToPrefetch(
+            "spec.model.source.huggingFace.revision: is not set; name a commit, so that the files in the claim never "
+            "change under an engine"
+        )
+    return source.repo, revision
+
+
+def _folder(repository: str) -> str:
+    return repository.replace("/", "--")
