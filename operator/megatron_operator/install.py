@@ -18,7 +18,10 @@ LABELS = {"app.kubernetes.io/name": NAME, "app.kubernetes.io/instance": "megatro
 HEALTH_PORT = 8080
 USER = 65532
 READ = ["get", "list", "watch"]
-OWN = [*READ, "create", "patch", "delete"]
+APPLY = [*READ, "create", "patch"]
+"""Server-side apply, and the reads that go with it. What exists once is deleted with its resource, by the garbage
+collector."""
+OWN = [*APPLY, "delete"]
 
 
 def _rule(group: str, resources: list[str], verbs: list[str]) -> Rule:
@@ -27,14 +30,16 @@ def _rule(group: str, resources: list[str], verbs: list[str]) -> Rule:
 
 RESOURCE_RULES: list[Rule] = [
     _rule(GROUP, [PLURAL], READ),
-    _rule(GROUP, [f"{PLURAL}/status"], ["get", "patch"]),
-    _rule("apps", ["deployments", "statefulsets", "controllerrevisions"], OWN),
-    _rule("", ["services", "configmaps", "serviceaccounts"], OWN),
-    _rule("policy", ["poddisruptionbudgets"], OWN),
-    _rule("networking.k8s.io", ["networkpolicies"], OWN),
-    _rule("", ["pods"], [*READ, "delete"]),
+    _rule(GROUP, [f"{PLURAL}/status"], ["patch"]),
+    _rule("apps", ["statefulsets", "controllerrevisions"], OWN),
+    _rule("apps", ["deployments"], APPLY),
+    _rule("", ["services", "configmaps"], OWN),
+    _rule("", ["serviceaccounts"], APPLY),
+    _rule("policy", ["poddisruptionbudgets"], APPLY),
+    _rule("networking.k8s.io", ["networkpolicies"], APPLY),
+    _rule("", ["pods"], ["list", "watch", "delete"]),
     _rule("", ["secrets"], ["get", "create", "patch"]),
-    _rule("events.k8s.io", ["events"], ["get", "create", "patch"]),
+    _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
 """What the operator does where resources are. Secrets are read, created and rotated by name, never listed."""
 
@@ -42,7 +47,7 @@ CLUSTER_RULES: list[Rule] = [_rule("apiextensions.k8s.io", ["customresourcedefin
 """What it looks at beside them when it serves all namespaces: whether its own kind exists."""
 
 HOME_RULES: list[Rule] = [
-    _rule("coordination.k8s.io", ["leases"], ["get", "create", "update", "patch"]),
+    _rule("coordination.k8s.io", ["leases"], ["get", "create", "update"]),
     _rule("", ["secrets"], ["get", "create"]),
 ]
 """What it does in its own namespace: its Lease and its admin key."""

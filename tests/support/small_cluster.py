@@ -51,6 +51,7 @@ from megatron_operator.plan.world import (
     ResourceView,
     RotateKeys,
     Signal,
+    VetChild,
     World,
 )
 from megatron_operator.render.context import ANNOTATION_SERVER_KEY, RenderContext
@@ -184,6 +185,8 @@ class Cluster:
         self.coordinator: FakeCoordinator | None = None
         self.refusals: dict[ChildRef, Refusal] = {}
         self.refuse: set[ChildRef] = set()
+        self.vetted: dict[ChildRef, str] = {}
+        self.failed_creations: dict[str, str] = {}
         self.now = START
         self.fence = 1
         self.ids = itertools.count(1)
@@ -231,6 +234,8 @@ class Cluster:
             coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
             keys=self._keys_view(),
             refusals=dict(self.refusals),
+            vetted=dict(self.vetted),
+            failed_creations=dict(self.failed_creations),
         )
 
     def _keys_view(self) -> KeysView | None:
@@ -273,6 +278,12 @@ class Cluster:
             self.refusals.pop(action.ref, None)
             self.unverified.discard(action.ref)
             self._store(action.manifest)
+        elif isinstance(action, VetChild):
+            if action.ref in self.refuse:
+                self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
+            else:
+                self.vetted[action.ref] = action.hash
+                self.refusals.pop(action.ref, None)
         elif isinstance(action, DeleteChild):
             assert self.objects[action.ref]["metadata"]["uid"] == action.uid
             del self.objects[action.ref]
@@ -414,7 +425,7 @@ class Cluster:
             before = (copy.deepcopy(self.status), len(self.objects), len(self.pods))
             decision = self.step()
             acted = any(not isinstance(action, EmitEvent) for action in decision.actions)
-            soon = decision.requeue_after is not None and decision.requeue_after < 20
+            soon = decision.requeue_after is not None and decision.requeue_after < 10
             same = before == (self.status, len(self.objects), len(self.pods))
             quiet = quiet + 1 if same and not acted and not soon else 0
             if quiet == 3:

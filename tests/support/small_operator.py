@@ -103,11 +103,20 @@ class PlayedApi:
         return body
 
     async def apply(
-        self, kind: Kind, body: Object, *, manager: str, force: bool, subresource: str | None = None
+        self,
+        kind: Kind,
+        body: Object,
+        *,
+        manager: str,
+        force: bool,
+        subresource: str | None = None,
+        dry_run: bool = False,
     ) -> Object:
         await asyncio.sleep(0)
         if kind is RESOURCE:
             return await self._apply_status(body)
+        if dry_run:
+            return body
         ref = ChildRef(kind.kind, body["metadata"]["name"], kind.api_version)
         known = self.cluster.objects.get(ref)
         uid = body["metadata"].get("uid")

@@ -93,12 +93,14 @@ class KubeApi:
                 return None
             raise
 
-    async def list(self, kind: Kind, namespace: str | None, *, selector: str | None = None) -> list[Object]:
-        """All objects, straight from the store (no watch cache), in chunks."""
+    async def list(
+        self, kind: Kind, namespace: str | None, *, selector: str | None = None, fields: str | None = None
+    ) -> list[Object]:
+        """All objects, straight from the store (no watch cache), in chunks. `fields` is a field selector."""
         items: list[Object] = []
         token: str | None = None
         while True:
-            query = {"labelSelector": selector, "limit": LIST_CHUNK, "continue": token}
+            query = {"labelSelector": selector, "fieldSelector": fields, "limit": LIST_CHUNK, "continue": token}
             page = await self.request("GET", kind.path(namespace), query=query)
             items += page.get("items", [])
             token = page.get("metadata", {}).get("continue")
@@ -116,7 +118,14 @@ class KubeApi:
         return await self.request("PUT", path, body=body, query={"fieldManager": manager})
 
     async def apply(
-        self, kind: Kind, body: Object, *, manager: str, force: bool, subresource: str | None = None
+        self,
+        kind: Kind,
+        body: Object,
+        *,
+        manager: str,
+        force: bool,
+        subresource: str | None = None,
+        dry_run: bool = False,
     ) -> Object:
         """Server-side apply. `metadata.uid` and `metadata.resourceVersion` in the body are preconditions."""
         metadata = body["metadata"]
@@ -124,7 +133,11 @@ class KubeApi:
             "PATCH",
             kind.path(metadata["namespace"], metadata["name"], subresource=subresource),
             body=body,
-            query={"fieldManager": manager, "force": "true" if force else "false"},
+            query={
+                "fieldManager": manager,
+                "force": "true" if force else "false",
+                "dryRun": "All" if dry_run else None,
+            },
             content_type="application/apply-patch+yaml",
         )
 

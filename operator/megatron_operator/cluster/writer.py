@@ -49,13 +49,21 @@ class Writer:
             known = project_child(existing) if existing is not None else None
         if known is not None and known.owner_uid != owner_uid:
             raise NotOwnedError(known.ref, namespace=namespace)
-        body = manifest
-        if known is not None:
-            body = {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}
         self._guard()
+        body = _onto(manifest, known) if known is not None else manifest
         answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=known is not None)
         self._count("apply", kind.kind)
         return project_child(answer)
+
+    async def vet_child(self, manifest: Manifest, *, known: SeenChild) -> None:
+        """The same in a dry run, onto a child that is there.
+
+        Raises:
+            ApiError: the server would refuse it.
+        """
+        kind = kind_of(manifest["apiVersion"], manifest["kind"])
+        self._guard()
+        await self._api.apply(kind, _onto(manifest, known), manager=FIELD_MANAGER, force=True, dry_run=True)
 
     async def apply_status(self, resource: SeenResource, status: Manifest) -> SeenResource:
         """The whole `.status`, only onto the version that the decision was made from.
@@ -106,3 +114,8 @@ class Writer:
         self._guard()
         await self._api.delete(POD, namespace, name, uid=uid)
         self._count("delete", POD.kind)
+
+
+def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
+    """The manifest for that very object and no other of its name."""
+    return {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}

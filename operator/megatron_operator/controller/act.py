@@ -35,6 +35,7 @@ from megatron_operator.plan.world import (
     Refusal,
     RotateKeys,
     Signal,
+    VetChild,
 )
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
@@ -80,6 +81,7 @@ class Actor:
         self._admin = admin
         self._count_signal = count_signal
         self.refusals: dict[ChildRef, Refusal] = {}
+        self.vetted: dict[ChildRef, str] = {}
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
         """Carry them out in order. True when something changed that the next pass should look at right away.
@@ -115,6 +117,10 @@ class Actor:
                 case RotateKeys():
                     changed = True
                     if not await self._rotate_keys(action, resource):
+                        return changed, False
+                case VetChild():
+                    changed = True
+                    if not await self._vet(action, resource):
                         return changed, False
                 case DeleteChild():
                     changed = True
@@ -169,6 +175,23 @@ class Actor:
                 return self._refused(action.ref, action.hash, error)
             raise
         self._cache.applied(seen)
+        self.refusals.pop(action.ref, None)
+        return True
+
+    async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
+        known = self._cache.child(action.ref)
+        if known is None or known.owner_uid != resource.uid:
+            return False
+        try:
+            await self._writer.vet_child(action.manifest, known=known)
+        except ApiError as error:
+            if error.conflict or error.not_found:
+                await self._observer.reread_child(action.ref, namespace=resource.namespace)
+                return False
+            if error.permanent:
+                return self._refused(action.ref, action.hash, error)
+            raise
+        self.vetted[action.ref] = action.hash
         self.refusals.pop(action.ref, None)
         return True
 

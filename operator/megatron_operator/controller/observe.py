@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from megatron_operator.cluster.api import KubeApi, Object
 from megatron_operator.cluster.cache import ResourceCache
 from megatron_operator.cluster.keys import KeyFormatError, admin_peer_keys, keys_view
-from megatron_operator.cluster.kinds import CHILD_KINDS, POD, RESOURCE, SECRET, SERVICE, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, POD, RESOURCE, SECRET, SERVICE, kind_of
 from megatron_operator.cluster.projection import (
     SeenChild,
     SeenPod,
@@ -33,6 +33,10 @@ from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.wire.security import KeyPair
 
 logger = logging.getLogger(__name__)
+
+
+CREATION_SECONDS = 5.0
+"""A StatefulSet without pods is asked about after so long, and again each time so long has passed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,8 @@ class Observer:
         self._options = options
         self._audit_due = time.monotonic() + self._resync_in()
         self._keys: tuple[str, Object] | None = None
+        self._creations: dict[str, str] = {}
+        self._creations_due = 0.0
 
     async def resource(self) -> SeenResource | None:
         """The resource, after catching up where the watch may be behind. None when it is gone."""
@@ -80,7 +86,14 @@ class Observer:
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
         self._cache.observed(ref, project_child(obj) if obj is not None else None)
 
-    async def world(self, resource: SeenResource, *, fence: int, refusals: Mapping[ChildRef, Refusal]) -> World:
+    async def world(
+        self,
+        resource: SeenResource,
+        *,
+        fence: int,
+        refusals: Mapping[ChildRef, Refusal],
+        vetted: Mapping[ChildRef, str],
+    ) -> World:
         """One snapshot.
 
         Raises:
@@ -109,6 +122,8 @@ class Observer:
             coordinator=coordinator,
             keys=self._keys_view(secret),
             refusals=refusals,
+            vetted=vetted,
+            failed_creations=await self._failed_creations(resource),
         )
 
     async def reread_keys(self, resource: SeenResource) -> Object | None:
@@ -149,6 +164,26 @@ class Observer:
         self._link.point_to(self._options.resolve(resource.name, resource.namespace, service.cluster_ip), keys)
         ready = any(pod.component == COORDINATOR and pod.ready and not pod.deleting for pod in self._cache.pods())
         return await self._link.refresh(expected=ready)
+
+    async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
+        """What Events say of StatefulSets that should have pods and have none. Looked up at most every few seconds."""
+        with_pods = {pod.engine for pod in self._cache.pods()}
+        bare = sorted(
+            ref.name
+            for ref, view in self._cache.views().items()
+            if ref.kind == "StatefulSet" and view.owned and view.replicas > 0 and ref.name not in with_pods
+        )
+        if not bare:
+            self._creations = {}
+            self._creations_due = time.monotonic() + CREATION_SECONDS
+        elif time.monotonic() >= self._creations_due:
+            self._creations_due = time.monotonic() + CREATION_SECONDS
+            selector = "reason=FailedCreate,regarding.kind=StatefulSet,regarding.name="
+            name = bare[0]
+            events = await self._api.list(EVENT, resource.namespace, fields=f"{selector}{name}")
+            latest = max(events, key=_seen_at, default=None)
+            self._creations = {} if latest is None else {name: str(latest.get("note") or "")}
+        return self._creations
 
     async def _read_keys(self, resource: SeenResource) -> Object | None:
         """The keys Secret: read by name until it is there and ours, then again at every resync only."""
@@ -197,3 +232,9 @@ class Observer:
 
     def _resync_in(self) -> float:
         return self._options.resync_seconds * random.uniform(0.9, 1.1)
+
+
+def _seen_at(event: Object) -> str:
+    series = event.get("series") or {}
+    times = (series.get("lastObservedTime"), event.get("deprecatedLastTimestamp"), event.get("eventTime"))
+    return max(str(time or "") for time in times)

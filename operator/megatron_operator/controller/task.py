@@ -134,7 +134,10 @@ class ResourceTask:
     async def _decide(self, resource: SeenResource) -> Decision:
         parts = self._parts
         try:
-            world = await parts.observer.world(resource, fence=parts.elector.term, refusals=parts.actor.refusals)
+            actor = parts.actor
+            world = await parts.observer.world(
+                resource, fence=parts.elector.term, refusals=actor.refusals, vetted=actor.vetted
+            )
         except ValidationError as error:
             return refuse_spec(
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)

@@ -71,6 +71,7 @@ class Reason(Documented):
     DISK_FULL = "DiskFull", "A volume of a pod is full."
     ENGINE_CONFIG_REFUSED = "EngineConfigRefused", "An engine refuses what the spec asks of it, and says why."
     VOLUME_MISSING = "VolumeMissing", "A PersistentVolumeClaim that a pod needs is missing or not bound."
+    QUOTA_EXCEEDED = "QuotaExceeded", "A ResourceQuota leaves no room for a pod; the message names it."
     CONTAINER_CONFIG_ERROR = "ContainerConfigError", "A container cannot be created, e.g. for a missing Secret."
     RESTART_BUDGET_EXHAUSTED = (
         "RestartBudgetExhausted",

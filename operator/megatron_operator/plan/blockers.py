@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState
+from megatron_operator.plan.causes import CREATION, find_cause
 from megatron_operator.plan.diagnosis import first_diagnosis
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import UNSETTLED
@@ -71,6 +72,11 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     found = first_diagnosis(engine.pods)
     if found is not None:
         return found
+    failed = scene.world.failed_creations.get(engine.name)
+    if failed is not None and not engine.pods and engine.scaled > 0:
+        cause = find_cause(failed, CREATION)
+        remedy = f"; {cause.remedy}" if cause else ""
+        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be made: {failed}{remedy}"
     ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
     coordinator = scene.world.coordinator
     settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
@@ -95,8 +101,7 @@ def engines_wait(scene: Scene) -> Finding:
             return found[0], f"engine {engine.name}: {found[1]}"
     bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
     if bare is not None:
-        why = f"a quota or an admission rule may refuse them: kubectl describe statefulset {bare.name}"
-        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to make its pods ({why})"
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to make its pods"
     names = ", ".join(engine.name for engine in absent[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"

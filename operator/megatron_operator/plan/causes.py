@@ -85,6 +85,20 @@ SCHEDULING: tuple[Cause, ...] = (
     ),
 )
 
+CREATION: tuple[Cause, ...] = (
+    _cause(
+        Reason.QUOTA_EXCEEDED,
+        r"exceeded quota|maximum .* usage per|failed quota",
+        "raise the ResourceQuota, lower spec.replicas, or lower the requests in podTemplate",
+    ),
+    _cause(
+        Reason.INVALID_POD_TEMPLATE,
+        r"violates PodSecurity|denied the request|is forbidden|is invalid",
+        "correct spec.engine.podTemplate",
+    ),
+)
+"""Why the API server did not take a pod that a StatefulSet wanted to make."""
+
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",
     127: "the image has no such command",

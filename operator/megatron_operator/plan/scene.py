@@ -429,16 +429,21 @@ class Scene:
         return self.model_identity
 
     def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
-        """The API server's answer to this very manifest, while it is not yet time to offer it again."""
+        """The API server's last answer to this very manifest, if it was an error."""
         ref = child_ref(manifest)
         refusal = self.world.refusals.get(ref)
         if refusal is None or refusal.hash != manifest_hash(manifest):
             return None
-        if (self.world.now - refusal.at).total_seconds() >= REFUSAL_RETRY_SECONDS:
-            return None
         template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
         return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
+
+    def may_offer(self, manifest: Manifest) -> bool:
+        """It was not refused, or so long ago that it is time to offer it again."""
+        if self.refused(manifest) is None:
+            return True
+        age = self.world.now - self.world.refusals[child_ref(manifest)].at
+        return age.total_seconds() >= REFUSAL_RETRY_SECONDS
 
     @cached_property
     def refusal_retry_in(self) -> float | None:

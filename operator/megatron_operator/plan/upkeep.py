@@ -10,7 +10,16 @@ from __future__ import annotations
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import Action, ApplyChild, ChildRef, CreateKeys, DeleteChild, Manifest, RotateKeys
+from megatron_operator.plan.world import (
+    Action,
+    ApplyChild,
+    ChildRef,
+    CreateKeys,
+    DeleteChild,
+    Manifest,
+    RotateKeys,
+    VetChild,
+)
 from megatron_operator.render.context import ANNOTATION_MODEL, InvalidPodTemplate, manifest_hash
 from megatron_operator.render.revision import KIND as REVISION_KIND
 from megatron_operator.render.revision import revision_child, revision_name
@@ -24,7 +33,7 @@ def apply(manifest: Manifest) -> ApplyChild:
 def _due(scene: Scene, manifest: Manifest) -> bool:
     """The child is missing or differs, and applying it is neither refused nor pointless."""
     view = scene.world.children.get(child_ref(manifest))
-    if scene.refused(manifest) is not None:
+    if not scene.may_offer(manifest):
         return False
     if view is None:
         return True
@@ -45,7 +54,17 @@ def upkeep(scene: Scene) -> list[Action]:
     actions += _record_revision(scene)
     for engine in scene.engines:
         actions += _engine_upkeep(scene, engine)
+    actions += _try_again(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene)
+
+
+def _try_again(scene: Scene) -> list[Action]:
+    """A template that was refused before its engine's turn is tried again now and then: what refused it may be gone."""
+    for engine in scene.wanted:
+        manifest = scene.engine_manifest(engine.index) if engine.stale else None
+        if manifest is not None and scene.refused(manifest) is not None and scene.may_offer(manifest):
+            return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
+    return []
 
 
 def _record_revision(scene: Scene) -> list[Action]:
@@ -55,7 +74,7 @@ def _record_revision(scene: Scene) -> list[Action]:
     except InvalidPodTemplate:
         return []
     missing = scene.wanted and child_ref(manifest) not in scene.world.children
-    return [apply(manifest)] if missing and scene.refused(manifest) is None else []
+    return [apply(manifest)] if missing and scene.may_offer(manifest) else []
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
@@ -76,7 +95,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     if found is not None and (found.deleting or not found.owned):
         return actions
     manifest = _template_of(scene, engine, pods)
-    if manifest is None or scene.refused(manifest) is not None:
+    if manifest is None or not scene.may_offer(manifest):
         return actions
     differs = found is None or found.replicas != pods or _due(scene, manifest)
     return [*actions, apply(manifest)] if differs else actions

@@ -245,6 +245,10 @@ class World:
     keys: KeysView | None = None
     """None: no security, or there is no such Secret (yet)."""
     refusals: Mapping[ChildRef, Refusal] = field(default_factory=dict)
+    vetted: Mapping[ChildRef, str] = field(default_factory=dict)
+    """Hash of the manifest of each child that the API server last accepted in a dry run asked for by this process."""
+    failed_creations: Mapping[str, str] = field(default_factory=dict)
+    """Why the pods of a StatefulSet cannot be made, in the words of its last Event; by its name."""
 
 
 # --- Actions -------------------------------------------------------------------------------------------------------
@@ -275,6 +279,16 @@ class ApplyChild:
     manifest: Manifest
     hash: str
     """Equals the manifest's hash annotation; record it in a `Refusal` if the API server says no."""
+    ref: ChildRef
+
+
+@dataclass(frozen=True, slots=True)
+class VetChild:
+    """Apply a manifest in a dry run, so that a template that the API server refuses costs no engine. The answer is the
+    next World's `vetted` or `refusals`."""
+
+    manifest: Manifest
+    hash: str
     ref: ChildRef
 
 
@@ -345,7 +359,8 @@ class EmitEvent:
     message: str
 
 
-Action = CreateKeys | RotateKeys | ApplyChild | DeleteChild | DeletePods | Signal | AskCanary | RaiseFence | EmitEvent
+OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | DeleteChild | DeletePods
+Action = OnChildren | Signal | AskCanary | RaiseFence | EmitEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -503,6 +503,63 @@ def test_a_refused_template_is_said_and_does_not_block_verbs(make_cluster: Any) 
     assert cluster.condition("Degraded")["status"] == "False"
 
 
+def test_a_template_is_tried_in_a_dry_run_and_a_refused_one_costs_no_engine(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    held = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
+    cluster.refuse |= {ChildRef("StatefulSet", f"demo-engine-{index}", "apps/v1") for index in range(2)}
+    cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
+    cluster.settle()
+    assert cluster.signals() == []
+    assert {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()} == held
+    assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
+    assert cluster.status["readyReplicas"] == 2
+    writes, tried = cluster.status_writes, cluster.refusals[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at
+    for _ in range(40):
+        cluster.step()
+        cluster.tick()
+    assert cluster.refusals[ChildRef("StatefulSet", "demo-engine-1", "apps/v1")].at > tried
+    assert cluster.status_writes == writes, "a second refusal says nothing new"
+
+    cluster.refuse.clear()
+    cluster.now += timedelta(minutes=5)
+    cluster.settle()
+    assert cluster.status["updatedReplicas"] == 2
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
+def test_a_refused_template_that_is_taken_back_leaves_everything_as_it_was(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    before = cluster.status["revision"], cluster.engine_pods()
+    cluster.refuse.add(ChildRef("StatefulSet", "demo-engine-0", "apps/v1"))
+    cluster.patch(engine={"podTemplate": {"spec": {"priorityClassName": "no-such-class"}}})
+    cluster.settle()
+    cluster.spec["engine"] = {}
+    cluster.patch()
+    cluster.settle()
+    assert (cluster.status["revision"], cluster.engine_pods()) == before
+    assert cluster.condition("Degraded")["status"] == "False"
+    assert cluster.signals() == []
+
+
+@pytest.mark.parametrize(
+    ("said", "reason", "words"),
+    [
+        ("pods is forbidden: exceeded quota: compute", "QuotaExceeded", "raise the ResourceQuota"),
+        ('pod violates PodSecurity "restricted:latest"', "InvalidPodTemplate", "correct spec.engine.podTemplate"),
+        ("Internal error occurred", "ChildRefused", "Internal error occurred"),
+    ],
+)
+def test_pods_that_cannot_be_made_are_explained(make_cluster: Any, said: str, reason: str, words: str) -> None:
+    cluster = make_cluster()
+    cluster.step()
+    cluster.failed_creations["demo-engine-0"] = said
+    cluster.step()
+    assert cluster.condition("Degraded")["reason"] == reason
+    assert words in cluster.condition("Degraded")["message"]
+
+
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
     cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
     cluster.settle()

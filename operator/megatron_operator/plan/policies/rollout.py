@@ -15,7 +15,7 @@ from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.rollout import Await, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
-from megatron_operator.plan.world import Action, AskCanary, EmitEvent
+from megatron_operator.plan.world import Action, AskCanary, EmitEvent, VetChild
 from megatron_operator.render.model_source import model_argument
 from megatron_operator.render.server import server_deployment
 
@@ -25,6 +25,19 @@ def _appliable(scene: Scene, engine: EngineView) -> bool:
     found = engine.statefulset
     usable = found is not None and found.owned and not found.deleting
     return usable and manifest is not None and scene.refused(manifest) is None
+
+
+def _unvetted(scene: Scene, engine: EngineView) -> Verdict | None:
+    """A template is tried in a dry run before an engine gives up its work for it."""
+    manifest = scene.engine_manifest(engine.index)
+    if manifest is None or not engine.stale:
+        return None
+    action = apply(manifest)
+    if scene.world.vetted.get(action.ref) == action.hash:
+        return None
+    vet = VetChild(manifest, action.hash, action.ref)
+    on = f"the API server to accept the template of {engine.name} in a dry run"
+    return waiting(scene, Reason.ROLLING_OUT, f"rolling out revision {engine.rendered_revision}", on, actions=(vet,))
 
 
 def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
@@ -47,7 +60,9 @@ def replace_model(scene: Scene) -> Verdict | None:
     operation = scene.operation
     over = operation is not None and operation.over(SignalKind.DRAIN)
     if serving and not over:
-        return start(scene, SignalKind.DRAIN) if running(scene) else None
+        if not running(scene):
+            return None
+        return _unvetted(scene, serving[0]) or start(scene, SignalKind.DRAIN)
     reason = "the model of the spec changed"
     actions: list[Action] = [apply(server_deployment(scene.ctx))]
     for engine in old:
@@ -91,7 +106,7 @@ def rollout(scene: Scene) -> Verdict | None:
         case Replace(names):
             return _replaced(scene, [by_name[name] for name in names], step)
         case Drain(name):
-            return start(scene, SignalKind.DRAIN, engine=name)
+            return _unvetted(scene, by_name[name]) or start(scene, SignalKind.DRAIN, engine=name)
         case Prove(name):
             engine = by_name[name]
             asked = AskCanary(name, engine.rendered_revision, model_argument(scene.ctx))
