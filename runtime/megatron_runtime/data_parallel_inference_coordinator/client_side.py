@@ -120,31 +120,23 @@ class ClientSide:
     # --- requests -----------------------------------------------------------------------------------------------
 
     def _submit(self, client: Client, message: Submit, _: Frames) -> None:
-        prompt = message.prompt
         if message.meta.text:
             try:
-                prompt = tokens_to_bytes(self._tokenize(prompt.decode("utf-8", "replace")))
+                prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
             except MalformedMessageError as error:
                 self._counters.refused += 1
                 refusal = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
                 self._clients.send(client, refusal.to_frames(), answers=message.uid)
                 return
-        self._admit(client, message, prompt=prompt)
+            message = message._replace(meta=message.meta._replace(text=False), prompt=prompt)
+        self._admit(client, message)
 
-    def _admit(self, client: Client, message: Submit, *, prompt: bytes, plain_id: int | None = None) -> None:
+    def _admit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
         rejects = self._rejects_when_held and self._verbs.holds
         if (rejects or self._engines.stopped) and self._dispatcher.journal.get(message.uid) is None:
             self._refuse(client, message.uid, plain_id)
             return
-        self._dispatcher.submit(
-            client,
-            message.uid,
-            message.meta,
-            prompt=prompt,
-            generated=message.generated,
-            params=message.params,
-            plain_id=plain_id,
-        )
+        self._dispatcher.submit(client, message, plain_id=plain_id)
         if client.blocked:
             self._surroundings.catch_up(client)
 
@@ -210,7 +202,7 @@ class ClientSide:
         uid = random.SystemRandom().randbytes(limits.UID_BYTES)
         client.plain_ids[request.id] = uid
         body = Submit(uid, request.meta(), tokens_to_bytes(prompt), b"", plain.pack(request.params))
-        self._admit(client, body, prompt=body.prompt, plain_id=request.id)
+        self._admit(client, body, plain_id=request.id)
         if uid not in client.open:
             client.plain_ids.pop(request.id, None)
 

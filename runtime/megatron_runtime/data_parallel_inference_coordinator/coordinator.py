@@ -209,7 +209,7 @@ class Coordinator:
             self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
 
     def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        if isinstance(message, Hello):
+        if type(message) is Hello:
             self._hello(peer, message)
             return
         engine = self.engines.at(peer)
@@ -278,6 +278,7 @@ class Coordinator:
             engines=[engine.describe(now) for engine in self.engines],
             operations=self.verbs.operations(),
             rejected_frames=self.rejected_frames,
+            drained_all=self.verbs.drained_all,
             keys=self._key_report(),
         )
 
@@ -339,8 +340,9 @@ class Coordinator:
         self.dispatcher.pump()
 
     def _changed(self) -> None:
-        self.verbs.check_drained()
-        if not len(self.dispatcher.journal):
+        if self.verbs.current is not None:
+            self.verbs.check_drained()
+        if not self.dispatcher.journal:
             self._idle.set()
 
     def _recovered(self) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron_runtime.data_parallel_inference_coordinator import plain
 from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
@@ -23,7 +23,7 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import Coordi
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.data_parallel_inference_coordinator.waiting import Deadlines, WaitingQueue
 from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import Abort, Dispatch, Error, Frames, MalformedMessageError, RequestMeta
+from megatron_runtime.wire.messages import Abort, Dispatch, Error, Frames, MalformedMessageError, RequestMeta, Submit
 
 logger = logging.getLogger(__name__)
 
@@ -82,22 +82,13 @@ class Dispatcher:
 
     # --- admission ---------------------------------------------------------------------------------------------
 
-    def submit(
-        self,
-        client: Client,
-        uid: bytes,
-        meta: RequestMeta,
-        *,
-        prompt: bytes,
-        generated: bytes,
-        params: bytes,
-        plain_id: int | None = None,
-    ) -> None:
+    def submit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
         """Admit a request, or refuse it.
 
         A uid that is open already is the same request on another connection. One that was answered on this very
         connection was sent before the answer was read.
         """
+        uid, meta, prompt, generated, params = message
         if uid in client.answered:
             return
         known = self.journal.get(uid)
@@ -120,8 +111,13 @@ class Dispatcher:
         if meta.engine:
             self._dispatch_pinned(entry)
             return
-        self._enqueue(entry)
-        self.pump()
+        if not self.queue and self._may_dispatch() and (candidates := self._candidates()):
+            self._offer(entry, candidates)  # who need not wait does not pass through the queue
+            if entry.engine is not None:
+                return
+        if self.journal.get(uid) is entry:
+            self._enqueue(entry)
+            self.pump()
         if entry.engine is None and self.journal.get(uid) is entry:
             self._limit_wait(entry)
 
@@ -166,10 +162,13 @@ class Dispatcher:
     def pump(self) -> None:
         """Give engines what they have room for."""
         while self.queue and self._may_dispatch():
-            candidates = self._engines.available() if self._router.deterministic else self._engines.with_room()
+            candidates = self._candidates()
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
         self._on_change()
+
+    def _candidates(self) -> list[Engine]:
+        return self._engines.available() if self._router.deterministic else self._engines.with_room()
 
     def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
         """Dispatch, or refuse, the first in a line. False when it has to wait for an engine of its model."""
@@ -214,18 +213,20 @@ class Dispatcher:
         elif sent is Sent.FULL:
             engine.full = True
         else:
-            self.queue.discard(entry)
+            if self.queue:
+                self.queue.discard(entry)
             entry.engine, entry.dispatch_id = engine, dispatch_id
             entry.dispatched_bytes = len(entry.generated)
             engine.in_flight[dispatch_id] = entry
             self._router.assigned(engine, entry.hashes, request=entry.uid)
-            self.deadlines.set(entry, entry.deadline)
+            if entry.deadline is not None or entry.slot is not None:
+                self.deadlines.set(entry, entry.deadline)
 
     def _meta_now(self, entry: Entry) -> RequestMeta:
         if entry.deadline is None:
             return entry.meta
         left = max(0, int((entry.deadline - self._clock.time()) * 1000))
-        return replace(entry.meta, deadline_ms=left, text=False)
+        return entry.meta._replace(deadline_ms=left)
 
     def release(self, engine: Engine) -> None:
         """Queue again what `engine` had in flight, before everything that came later."""
@@ -280,11 +281,14 @@ class Dispatcher:
 
     def forget(self, entry: Entry) -> None:
         """The request is over, whatever the reason. Does not pump: the caller may have more to end."""
-        self.queue.discard(entry)
-        self.deadlines.set(entry, None)
-        for dispatch_id in entry.former:
-            del self._former[dispatch_id]
-        entry.former.clear()
+        if self.queue:
+            self.queue.discard(entry)
+        if entry.slot is not None:
+            self.deadlines.set(entry, None)
+        if entry.former:
+            for dispatch_id in entry.former:
+                del self._former[dispatch_id]
+            entry.former.clear()
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
         self.journal.remove(entry)

@@ -7,6 +7,7 @@ from itertools import count
 
 from megatron_runtime.data_parallel_inference_coordinator.records import Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
+from megatron_runtime.wire.states import EngineState
 
 
 class EngineRegistry:
@@ -34,7 +35,15 @@ class EngineRegistry:
         return [engine for engine in self._by_name.values() if engine.serving]
 
     def with_room(self) -> list[Engine]:
-        return [engine for engine in self._by_name.values() if engine.has_room()]
+        running = EngineState.RUNNING  # Engine.has_room() spelled out: this runs for every request
+        return [
+            engine
+            for engine in self._by_name.values()
+            if engine.serving
+            and engine.state is running
+            and not (engine.draining or engine.suspect or engine.full)
+            and len(engine.in_flight) < engine.max_requests
+        ]
 
     def available(self) -> list[Engine]:
         """Those that take work, whether they have room or let it wait."""

@@ -18,6 +18,9 @@ class Journal:
     def __len__(self) -> int:
         return len(self._entries)
 
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
     def __iter__(self) -> Iterator[Entry]:
         return iter(list(self._entries.values()))
 

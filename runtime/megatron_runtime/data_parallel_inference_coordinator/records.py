@@ -111,9 +111,6 @@ class Engine:
             and not self.full
         )
 
-    def has_room(self) -> bool:
-        return self.available() and len(self.in_flight) < self.max_requests
-
     def runs(self, model: str) -> bool:
         """Whether it may answer requests for `model`; where one of the two is not known, it may."""
         return not model or not self.model or model == self.model

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +45,8 @@ class Router:
         self.deterministic = deterministic
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
+        self._by_prefix = self.policy in _PREFIX_POLICIES
+        self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._held: dict[int, OrderedDict[int, int]] = {}
         """Index of an engine's registration -> block hash -> the clock when it was last given it."""
@@ -56,17 +58,19 @@ class Router:
         self, prompt: bytes | Sequence[int], candidates: Sequence[Engine] = (), *, salt: str = ""
     ) -> list[int]:
         """Block hashes of a prompt, or none where the policy has no use for them."""
-        if self.policy not in _PREFIX_POLICIES:
+        if not self._by_prefix:
             return []
-        from megatron_runtime.hashing import block_hashes  # NumPy: see wire/codec.py
-
         size = self._block_size or next((engine.block_size_tokens for engine in candidates), 0)
         if size < 1:
             return []
+        if self._hash is None:
+            from megatron_runtime.hashing import block_hashes  # NumPy: see wire/codec.py
+
+            self._hash = block_hashes
         tokens = tokens_from_bytes(prompt) if isinstance(prompt, bytes) else prompt
         if self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
             tokens = tokens[:size]
-        return block_hashes(tokens, size, salt=salt.encode())
+        return self._hash(tokens, size, salt=salt.encode())
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""
@@ -75,14 +79,14 @@ class Router:
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
 
-        best, best_rank = candidates[0], (-1.0, 0, 0)
+        best, best_score, best_given = candidates[0], -1.0, 0
         for engine in candidates:
-            depth, last_given = self._match(engine, hashes)
-            free = max(0, engine.max_requests - len(engine.in_flight)) / engine.max_requests
+            depth, given = self._match(engine, hashes)
+            slots = engine.max_requests
+            free = max(0, slots - len(engine.in_flight)) / slots
             score = self._alpha * depth / len(hashes) + (1 - self._alpha) * free
-            rank = (score, last_given, -engine.index)
-            if rank > best_rank:
-                best, best_rank = engine, rank
+            if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
+                best, best_score, best_given = engine, score, given
         return best
 
     def next_in_turn(self, candidates: Sequence[Engine]) -> Engine:
@@ -106,7 +110,9 @@ class Router:
         self._clock += 1
         if not hashes:
             return
-        held = self._held.setdefault(engine.index, OrderedDict())
+        held = self._held.get(engine.index)
+        if held is None:
+            held = self._held[engine.index] = OrderedDict()
         # The deepest first: where the table is full, a prompt is forgotten from its end.
         for block in reversed(hashes):
             if block in held:

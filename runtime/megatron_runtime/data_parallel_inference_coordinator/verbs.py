@@ -137,7 +137,10 @@ class Verbs:
         self.see_fence(control.fence or 0)
         operation = PendingOperation(control, operation_id, [asker])
         transition = TRANSITIONS.get(control.kind)
-        if transition is not None and self.state in transition.idempotent_in:
+        ends_drain = self._ends_drain(control)
+        if ends_drain:
+            self._undrain()
+        if ends_drain or (transition is not None and self.state in transition.idempotent_in):
             self._conclude(operation, ControlAck(operation_id=operation_id, ok=True, state=self.state))
             return
         self._start(operation)
@@ -155,7 +158,7 @@ class Verbs:
         absent = [field for field in REQUIRED_FIELDS.get(control.kind, ()) if getattr(control, field) is None]
         if absent:
             return ErrorCode.INVALID_REQUEST, f"{name} needs {' and '.join(absent)}"
-        if self.state not in LEGAL_STATES[control.kind]:
+        if self.state not in LEGAL_STATES[control.kind] and not self._ends_drain(control):
             return ErrorCode.ILLEGAL_SIGNAL, f"{name} is not legal in state {self.state.value}"
         serving = sorted(engine.name for engine in self._engines.serving())
         if control.expected_engines is not None and len(serving) < control.expected_engines:
@@ -165,6 +168,10 @@ class Verbs:
             have = ", ".join(serving) or "none"
             return ErrorCode.INVALID_REQUEST, f"DRAIN: no engine {control.engine!r} is registered; serving: {have}"
         return None
+
+    def _ends_drain(self, control: Control) -> bool:
+        """Engines run, but were all drained: UNPAUSE lets them have work again, and is nothing to them."""
+        return control.kind is Header.UNPAUSE and self.state is CoordinatorState.RUNNING and self.drained_all
 
     def _refused(self, operation_id: str, code: ErrorCode, message: str) -> ControlAck:
         fence = self.fence if code is ErrorCode.STALE_FENCE else None

@@ -27,6 +27,9 @@ class WaitingQueue:
     def __len__(self) -> int:
         return self._length
 
+    def __bool__(self) -> bool:
+        return self._length > 0
+
     def add(self, entry: Entry, *, first: bool = False) -> None:
         """`first`: before all of its priority."""
         lane = self._lanes.setdefault(_lane_of(entry), OrderedDict())

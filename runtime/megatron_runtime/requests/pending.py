@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ class PendingRequest:
         """The SUBMIT of this moment: with the time that is left and the tokens held."""
         meta = self.meta
         if self.deadline is not None:
-            meta = replace(meta, deadline_ms=max(0, int((self.deadline - time.perf_counter()) * 1000)))
+            meta = meta._replace(deadline_ms=max(0, int((self.deadline - time.perf_counter()) * 1000)))
         return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:

@@ -221,6 +221,8 @@ class StatusReply(ControlMessage):
     operations: list[Operation] = Field(default_factory=list)
     """The last ones, oldest first."""
     rejected_frames: int = 0
+    drained_all: bool = False
+    """All engines were drained: nothing is dispatched to any, those that come later too, until UNPAUSE or STOP."""
     keys: KeyReport | None = None
     """None: without encryption."""
 

@@ -119,6 +119,7 @@ VECTORS: dict[str, Vector] = {
         state=CoordinatorState.PAUSED,
         epoch=7,
         fence=3,
+        drained_all=True,
         engines=[EngineStatus(name="demo-engine-0", state=EngineState.PAUSED, serving=True, epoch=7, digest="5eed")],
         operations=[Operation(operation_id="op-1", signal=Header.PAUSE, phase="Confirmed", ranks=1, total_ranks=1)],
     ),

@@ -369,17 +369,21 @@ async def test_a_drain_that_takes_too_long_is_refused_and_names_what_runs(stage,
     await future
 
 
-async def test_after_a_drain_of_all_unpause_gives_work_again(stage, control, params) -> None:
-    stage.coordinator()
-    await stage.engine()
+@pytest.mark.parametrize("verbs", [(H.UNPAUSE,), (H.PAUSE, H.UNPAUSE)], ids=["running", "paused"])
+async def test_after_a_drain_of_all_unpause_gives_work_again(stage, control, params, verbs) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine()
     link, client = await stage.admin(), await stage.client()
     await control(link, H.DRAIN)
+    assert (await link.status()).drained_all
     future = client.add_request([1], params(3))
-    await asyncio.sleep(0.1)
-    assert not future.done()
-    await control(link, H.PAUSE)
-    await control(link, H.UNPAUSE)
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    for verb in verbs:
+        assert not engine.dispatches
+        await control(link, verb)
     assert (await future)["generated_tokens"] == echo_answer([1], 3)
+    assert not (await link.status()).drained_all
+    assert engine.acted[H.UNPAUSE] == len(verbs) - 1
 
 
 async def test_drain_of_an_unknown_engine_names_the_known(stage, control) -> None:

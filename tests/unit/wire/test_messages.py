@@ -26,7 +26,16 @@ from megatron_runtime.wire.vectors import VECTORS
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 uids = st.binary(min_size=16, max_size=16)
 u64 = st.integers(0, 2**64 - 1)
-metas = st.builds(RequestMeta, st.booleans(), u64, st.none() | st.integers(0, 10**9), st.just(False))
+metas = st.builds(
+    RequestMeta,
+    st.booleans(),
+    u64,
+    st.none() | st.integers(0, 10**9),
+    st.just(False),
+    st.integers(-(2**31), 2**31),
+    st.text(max_size=20),
+    st.text(max_size=20),
+)
 bodies = st.binary(max_size=60)
 
 
