@@ -134,7 +134,7 @@ class FakeCoordinator:
             self.engines.clear()
         for engine in self.engines.values():
             engine.state = LANDS.get(signal.kind, engine.state)
-        if signal.kind is SignalKind.UNPAUSE and self.all_draining:
+        if signal.kind in (SignalKind.UNPAUSE, SignalKind.STOP) and self.all_draining:
             self.all_draining = False
             for engine in self.engines.values():
                 engine.draining = False
@@ -165,6 +165,7 @@ class FakeCoordinator:
             queue_length=self.queue,
             canaries=dict(self.canaries),
             keys=self.keys,
+            drained_all=self.all_draining,
         )
 
 
@@ -414,7 +415,9 @@ class Cluster:
             if known is None or known.uid != pod["metadata"]["uid"]:
                 revision = labels["inference.megatron.dev/revision"]
                 state = JOINS[self.coordinator.state]
-                self.coordinator.engines[name] = FakeEngine(state, revision, pod["metadata"]["uid"])
+                self.coordinator.engines[name] = FakeEngine(
+                    state, revision, pod["metadata"]["uid"], draining=self.coordinator.all_draining
+                )
 
     def settle(self, *, limit: int = 80) -> Decision:
         """Passes and ticks until nothing changes any more."""

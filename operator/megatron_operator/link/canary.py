@@ -121,8 +121,11 @@ class CanaryBook:
         """Take an answer; True when there is a verdict. `uid` None: a coordinator that takes no canaries refused
         without saying what; nothing else is so refused."""
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
-        report = judge(self._waiting.pop(engine), answer) if engine is not None else None
-        if engine is None or report is None:
+        if engine is None:
+            return False
+        report = judge(self._waiting.pop(engine), answer)
+        if report is None:
+            logger.info("canary not answered; it is sent again", extra={"engine": engine, "answer": repr(answer)[:200]})
             return False
         self.reports[engine] = report
         logger.info("canary answered", extra={"engine": engine, "ok": report.ok, "fault": report.message})

@@ -48,6 +48,7 @@ def snapshot_of(
         canaries=dict(canaries or {}),
         idle_seconds=idle_seconds,
         keys=_keys(reply),
+        drained_all=reply.drained_all,
     )
 
 

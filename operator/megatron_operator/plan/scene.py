@@ -178,11 +178,18 @@ class Scene:
 
     @cached_property
     def all_draining(self) -> bool:
-        """All engines were told to drain, for something that is wanted no more; only UNPAUSE gives them work again."""
+        """All engines were told to drain, for something that is done or wanted no more; only UNPAUSE gives them, and
+        those that register meanwhile, work again. Engines that hold another model go first."""
         found = self.operation
-        if found is None or found.open or found.signal is not SignalKind.DRAIN or found.engine is not None:
+        if found is not None and found.open:
             return False
-        return found.goal is not self.desired or not self.old_model
+        told = found is not None and found.signal is SignalKind.DRAIN and found.engine is None
+        if not (told or self.world.coordinator.drained_all):
+            return False
+        if told and found is not None and found.goal is not self.desired:
+            return True
+        leaving = any(engine.stale_pods for engine in self.engines)
+        return not self.old_model and not leaving
 
     @cached_property
     def overdue_in(self) -> float | None:

@@ -210,6 +210,8 @@ class CoordinatorSnapshot:
     """The last canary of each engine, by name; kept by this process alone."""
     keys: KeysInUse | None = None
     """None: it does not say, or there is no encryption."""
+    drained_all: bool = False
+    """A DRAIN of all engines holds: whoever registers gets no work until UNPAUSE."""
 
 
 UNREACHABLE = CoordinatorSnapshot()

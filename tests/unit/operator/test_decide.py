@@ -12,7 +12,7 @@ import pytest
 
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.plan.decide import decide, refuse_spec
-from megatron_operator.plan.world import ApplyChild, ChildRef, Signal
+from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, Signal
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
 PATHS: dict[tuple[str, str], list[str]] = {
@@ -437,8 +437,24 @@ def test_a_new_model_is_never_served_beside_the_old_one(make_cluster: Any) -> No
     assert cluster.objects[server]["spec"]["template"] != before
     assert sorted(cluster.deleted_pods) == ["demo-engine-0-0", "demo-engine-1-0"]
     cluster.settle()
-    assert cluster.signals() == ["DRAIN"]
+    assert cluster.signals() == ["DRAIN", "PAUSE", "UNPAUSE"]
+    assert not any(engine.draining for engine in cluster.coordinator.engines.values())
+    assert not cluster.coordinator.all_draining
     assert cluster.state == "Running"
+
+
+def test_after_a_change_of_model_work_is_given_only_when_the_old_engines_are_gone(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(model={"source": {"builtin": "other"}})
+    _play_until(cluster, lambda: cluster.deleted_pods)
+    old = cluster.world().pods[0]
+    lingering = replace(old, component="engine", engine="demo-engine-1", revision="old", deleting=True)
+    for _ in range(6):
+        world = cluster.world()
+        decision = decide(replace(world, pods=(*world.pods, lingering)))
+        assert not [action for action in decision.actions if isinstance(action, Signal | DeletePods)]
+        cluster.tick()
 
 
 def test_a_new_default_image_rolls(make_cluster: Any) -> None:

@@ -38,7 +38,7 @@ def delete_pods(engine: EngineView, reason: str) -> DeletePods:
 
 def undrain(scene: Scene) -> Verdict | None:
     """An engine was drained for a change that was taken back: it gets work again only when it registers anew."""
-    if not running(scene) or scene.all_draining:
+    if not running(scene) or scene.all_draining or scene.world.coordinator.drained_all:
         return None
     for engine in scene.wanted:
         idle = engine.serving and engine.report is not None and engine.report.draining

@@ -19,6 +19,9 @@ from megatron_operator.plan.world import Action, AskCanary, EmitEvent, VetChild
 from megatron_operator.render.model_source import model_argument
 from megatron_operator.render.server import server_deployment
 
+ASK_AGAIN_SECONDS = 2.0
+"""A canary that said nothing about its engine, which was not there yet, is sent again after so long."""
+
 
 def _appliable(scene: Scene, engine: EngineView) -> bool:
     manifest = scene.engine_manifest(engine.index)
@@ -111,7 +114,12 @@ def rollout(scene: Scene) -> Verdict | None:
             engine = by_name[name]
             asked = AskCanary(name, engine.rendered_revision, model_argument(scene.ctx))
             return waiting(
-                scene, Reason.ROLLING_OUT, step, f"a canary completion of {name}", actions=(asked,), requeue_after=10.0
+                scene,
+                Reason.ROLLING_OUT,
+                step,
+                f"a canary completion of {name}",
+                actions=(asked,),
+                requeue_after=ASK_AGAIN_SECONDS,
             )
         case Await(names, what):
             return waiting(scene, Reason.ROLLING_OUT, step, f"{', '.join(names[:8])}: {what}")
