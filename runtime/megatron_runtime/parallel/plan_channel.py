@@ -115,7 +115,7 @@ class LeaderChannel:
 
     def __init__(self, pull: zmq.Socket[bytes], pushes: dict[int, zmq.Socket[bytes]]) -> None:
         self.on_lost: Callable[[RankError], None] = lambda _error: None
-        self.on_leave: Callable[[], None] = lambda: None
+        self.on_leave: Callable[[], object] = lambda: None
         self.failure: RankError | None = None
         self._pull = pull
         now = time.monotonic()

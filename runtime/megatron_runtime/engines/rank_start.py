@@ -1,0 +1,105 @@
+"""How the ranks of one engine begin: they meet, each builds its part, and rank 0 leads."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from megatron_runtime.engines.rank_process import RankProcess, end_with
+from megatron_runtime.engines.ranked_executor import RankedExecutor
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.health import HealthServer
+from megatron_runtime.parallel.errors import RendezvousError
+from megatron_runtime.parallel.groups import Groups
+from megatron_runtime.parallel.identity import RankIdentity
+from megatron_runtime.parallel.plan_channel import FollowerChannel, LeaderChannel
+from megatron_runtime.parallel.rendezvous import LOOPBACK, Meeting, open_store
+
+logger = logging.getLogger(__name__)
+
+GREETING_SECONDS = 60.0
+"""From the moment that the ranks have met to the first message of the slowest: it reads the model's headers."""
+
+MakePart = Callable[[Groups], TorchExecutor]
+
+
+def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> RankedExecutor:
+    """Rank 0: return the executor of all ranks, which wait for its orders.
+
+    Raises RendezvousError naming the rank that does not come, and what `make_part` raises.
+    """
+    meeting, groups = _meet(settings, identity)
+    part = make_part(groups)
+    pushes = {rank: meeting.connect(rank) for rank in range(1, identity.world)}
+    channel = LeaderChannel(meeting.pull, pushes)
+    channel.start(timeout_seconds=GREETING_SECONDS)
+    logger.info("all %d ranks are there", identity.world)
+    return RankedExecutor(part, channel, settings.parallel, stall_seconds=settings.step_timeout_seconds)
+
+
+def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> None:
+    """Another rank: do what rank 0 orders until the engine ends. Raises as lead() does."""
+    missing = ["the other ranks of the engine"]
+    with _probes(settings, identity, missing):
+        meeting, groups = _meet(settings, identity)
+        part = make_part(groups)
+        channel = FollowerChannel(
+            identity.rank,
+            pull=meeting.pull,
+            push=meeting.connect(0),
+            position=lambda: groups.position,
+            on_lost=end_with,
+        )
+        channel.start(timeout_seconds=GREETING_SECONDS)
+        missing.clear()
+        shard = groups.shard
+        RankProcess(identity.rank, part, channel, is_sampler=shard.has_head and shard.tensor_rank == 0).run()
+        meeting.close()
+
+
+def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
+    if identity.address in (LOOPBACK, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    until = time.monotonic() + settings.rendezvous_seconds
+    store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    meeting = Meeting(identity, store, keys_dir=settings.keys_dir)
+    meeting.wait_for_all(until=until)
+    try:
+        groups = Groups(
+            store,
+            settings.parallel,
+            rank=identity.rank,
+            device="cpu",
+            timeout=timedelta(seconds=settings.step_timeout_seconds),
+        )
+    except RuntimeError as error:
+        raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
+    return meeting, groups
+
+
+@contextmanager
+def _probes(settings: EngineSettings, identity: RankIdentity, missing: list[str]) -> Iterator[None]:
+    """Answer the pod's probes, from a thread of its own: the first rank of each pod does."""
+    if settings.health_port is None or identity.local_rank != 0:
+        yield
+        return
+    port = settings.health_port
+    loop = asyncio.new_event_loop()
+    server = HealthServer(missing=lambda: missing, port=port)
+    loop.run_until_complete(server.start())
+    thread = threading.Thread(target=loop.run_forever, name="probes", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.run_until_complete(server.stop())
+        loop.close()
