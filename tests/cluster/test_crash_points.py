@@ -1,0 +1,134 @@
+"""Killed at any point of a life with all verbs, against the real API server: the same end, no signal acted on twice.
+
+Many resources live at once under one operator process, `p-0` undisturbed; of `p-N` the operator's task dies at its Nth
+point and another takes its place (tests/support/mortal_operators.py). `MEGATRON_SOAK=1` tries every point; without it
+a few are tried, of which `MEGATRON_SEED` is the first.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live_fleet import LiveFleet
+from operator_process import OperatorProcess
+from soak import FIRST_SEED, SOAK
+
+from megatron_operator.cluster.api import KubeApi
+from megatron_runtime.wire.headers import Header
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
+
+MORTAL = Path(__file__).parents[1] / "support" / "mortal_operators.py"
+SAMPLE = 12
+AT_ONCE = 12
+STAGE_SECONDS = 240.0
+LIFE: tuple[dict[str, Any], ...] = (
+    {"desiredState": "Paused"},
+    {"desiredState": "Suspended"},
+    {"desiredState": "Running"},
+    {"engine": {"batching": {"maxRequests": 7}}},
+    {"replicas": 1},
+    {"desiredState": "Stopped"},
+    {"desiredState": "Running"},
+)
+VERBS = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE, Header.PAUSE, Header.STOP]
+
+
+@pytest.fixture
+async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[LiveFleet]:
+    made = LiveFleet(api, namespace=namespace, folder=tmp_path)
+    made.start()
+    yield made
+    await made.stop()
+
+
+@pytest.fixture
+def points_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "points.json"
+    monkeypatch.setenv("POINTS_FILE", str(path))
+    return path
+
+
+async def live(resource: Any, fleet: LiveFleet) -> tuple[Any, ...]:
+    """One life; what it comes to, without names, times and hashes."""
+    fleet.coordinator(resource.name)
+    await resource.create(replicas=2)
+    await resource.settled("Running", seconds=STAGE_SECONDS)
+    state = "Running"
+    for change in LIFE:
+        await resource.patch(**change)
+        generation = (await resource.get())["metadata"]["generation"]
+        state = change.get("desiredState", state)
+        await resource.until(settled(state, generation), seconds=STAGE_SECONDS)
+    status = await resource.status()
+    engines = [(engine["state"], engine["revision"] == status["revision"]) for engine in status["engines"]]
+    kinds = Counter(name.split()[0] for name in await resource.children())
+    transitions = [(entry["from"], entry["to"]) for entry in status["history"]]
+    return status["state"], status["ready"], status["updatedReplicas"], engines, kinds, transitions
+
+
+def settled(state: str, generation: int) -> Callable[[dict[str, Any]], bool]:
+    return lambda status: (
+        status.get("observedGeneration") == generation and status.get("state") == state and "plan" not in status
+    )
+
+
+def told(points_file: Path) -> dict[str, int]:
+    """The points of each life, by resource."""
+    return json.loads(points_file.read_text())
+
+
+async def signals(fleet: LiveFleet, name: str) -> list[Header]:
+    """What the coordinator carried out; a DRAIN may come again under a new id after a death, and does no harm."""
+    operations = (await fleet.ask(name)).operations
+    assert len({operation.operation_id for operation in operations}) == len(operations)
+    assert {operation.phase for operation in operations} == {"Confirmed"}
+    return [Header(operation.signal) for operation in operations if operation.signal != Header.DRAIN]
+
+
+async def test_killed_at_any_point_the_same_life_is_lived(
+    api: KubeApi,
+    namespace: str,
+    fleet: LiveFleet,
+    make_operator: Callable[..., OperatorProcess],
+    make_resource: Callable[[str], Any],
+    points_file: Path,
+) -> None:
+    def start() -> OperatorProcess:
+        flags = ("--no-security", "--coordinator-address", fleet.address_template)
+        return make_operator(*flags, program=(str(MORTAL),))
+
+    operator = start()
+    await operator.start()
+    reference = await live(make_resource("p-0"), fleet)
+    assert await signals(fleet, "p-0") == VERBS
+    assert operator.stop() == 0
+    whole = told(points_file)["p-0"]
+
+    stride = 1 if SOAK else whole // SAMPLE
+    points = list(range(FIRST_SEED, whole + 1, stride))
+    await operator.start()
+    room = asyncio.Semaphore(AT_ONCE)
+
+    async def die_at(point: int) -> None:
+        async with room:
+            name = f"p-{point}"
+            assert await live(make_resource(name), fleet) == reference, f"killed at point {point}"
+            assert await signals(fleet, name) == VERBS, f"killed at point {point}"
+            await make_resource(name).delete()
+
+    async with asyncio.TaskGroup() as lives:
+        for point in points:
+            lives.create_task(die_at(point))
+
+    killed = {line["point"]: line["at"] for line in operator.lines("killed")}
+    places = Counter(at.split("/")[0].rsplit(" ", 1)[0] for at in killed.values())
+    print(f"\nkilled at {len(killed)} of {whole} points ({dict(places)}): same end, {len(VERBS)} verbs once each")
+    # A life takes a few requests more or less than another, so the last points may not be reached.
+    assert len(killed) >= 0.8 * len(points)

@@ -1,0 +1,166 @@
+"""Many resources with a real coordinator each, in this process, and engines that come and go with the pods.
+
+For a control plane without a node: pods of coordinators and servers are Ready as soon as they exist, those of an
+engine when its scripted engine has registered, one for all of them. Coordinators are reached at sockets in a folder,
+without keys.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from scripted_engine import ScriptedEngine
+
+from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.kinds import POD
+from megatron_operator.render.context import (
+    ENGINE,
+    LABEL_COMPONENT,
+    LABEL_ENGINE,
+    LABEL_INSTANCE,
+    LABEL_POD_INDEX,
+    LABEL_REVISION,
+)
+from megatron_runtime.control_link import ControlLink
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import Final, StatusReply, pack, tokens_to_bytes
+
+LOOK_SECONDS = 0.2
+AT_ONCE = 16
+TIMING = Timing(recovery=0.0, suspect=30.0, dead=120.0, client_dead=120.0)
+"""A machine that is busy is not a fault that is to be found here."""
+
+
+class SureEngine(ScriptedEngine):
+    """Says how sure it is of each token, as a canary asks."""
+
+    def finish(self, number: int) -> None:
+        job = self.jobs.pop(number)
+        sure = [-0.5] * len(job.generated)
+        reply = {"status": "COMPLETED", "finish_reason": "length", "prompt_length": len(job.prompt)}
+        tokens = tokens_to_bytes(job.generated)
+        self.send(Final(number, job.dispatch.uid, tokens, pack({**reply, "generated_log_probs": sure})))
+
+
+class LiveFleet:
+    """All pods of one namespace."""
+
+    def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
+        self.breaks: Callable[[Mapping[str, Any]], bool] = lambda pod: False
+        """Whether an engine crashes in this pod."""
+        self._api, self._namespace, self._folder = api, namespace, folder
+        self._coordinators: dict[str, Coordinator] = {}
+        self._engines: dict[str, SureEngine] = {}
+        self._said: dict[str, tuple[bool, str]] = {}
+        self._player: asyncio.Task[None] | None = None
+
+    @property
+    def address_template(self) -> str:
+        """For --coordinator-address."""
+        return f"ipc://{self._folder}/{{name}}.sock"
+
+    def start(self) -> None:
+        self._player = asyncio.create_task(self._play())
+
+    async def stop(self) -> None:
+        tasks = [task for task in (self._player,) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for engine in self._engines.values():
+            engine.close()
+        for coordinator in self._coordinators.values():
+            coordinator.check_integrity()
+            coordinator.stop()
+
+    def coordinator(self, name: str) -> Coordinator:
+        """Start the one of this resource; it outlives every pod."""
+        made = Coordinator(
+            CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
+        )
+        made.start()
+        made.transport.socket(int(Role.ADMIN)).bind(self.address_template.format(name=name))
+        self._coordinators[name] = made
+        return made
+
+    async def ask(self, name: str) -> StatusReply:
+        """What the coordinator of a resource says of itself."""
+        link = ControlLink(self._coordinators[name].transport.addresses[Role.ADMIN], name="test")
+        await link.start()
+        try:
+            return await link.status(timeout_seconds=30)
+        finally:
+            link.close()
+
+    async def _play(self) -> None:
+        while True:
+            with contextlib.suppress(ApiError):
+                await self._look()
+            await asyncio.sleep(LOOK_SECONDS)
+
+    async def _look(self) -> None:
+        pods = {pod["metadata"]["uid"]: pod for pod in await self._api.list(POD, self._namespace)}
+        for uid in [uid for uid in self._engines if uid not in pods or _leaving(pods[uid])]:
+            self._engines.pop(uid).leave()
+        changed = []
+        for uid, pod in pods.items():
+            if not _leaving(pod) and (now := await self._is(uid, pod)) != self._said.get(uid):
+                changed.append((uid, pod, now))
+        for start in range(0, len(changed), AT_ONCE):
+            await asyncio.gather(*(self._report(*entry) for entry in changed[start : start + AT_ONCE]))
+
+    async def _is(self, uid: str, pod: Mapping[str, Any]) -> tuple[bool, str]:
+        """Whether it is ready, and why it is not."""
+        if _label(pod, LABEL_COMPONENT) != ENGINE:
+            return True, ""
+        instance = _label(pod, LABEL_INSTANCE)
+        if self.breaks(pod):
+            if uid in self._engines:
+                self._engines.pop(uid).leave()
+            return False, "CrashLoopBackOff"
+        if instance not in self._coordinators:
+            return False, ""
+        if uid not in self._engines and _label(pod, LABEL_POD_INDEX) == "0":
+            address = self._coordinators[instance].transport.addresses[Role.ENGINE]
+            name, revision = _label(pod, LABEL_ENGINE), _label(pod, LABEL_REVISION)
+            engine = SureEngine(address, name=name, revision=revision, heartbeat_seconds=1.0)
+            self._engines[uid] = engine
+            await engine.start()
+        return True, ""
+
+    async def _report(self, uid: str, pod: Mapping[str, Any], now: tuple[bool, str]) -> None:
+        ready, why = now
+        component = _label(pod, LABEL_COMPONENT)
+        container: dict[str, Any] = {"name": component, "image": "played", "imageID": "played", "ready": ready}
+        if why:
+            ended = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "played://1"}
+            container |= {"restartCount": 3, "state": {"waiting": {"reason": why}}, "lastState": {"terminated": ended}}
+        else:
+            container |= {"restartCount": 0, "state": {"running": {"startedAt": None}}}
+        status = {
+            "phase": "Running",
+            "conditions": [{"type": "Ready", "status": "True" if ready else "False"}],
+            "containerStatuses": [container],
+        }
+        with contextlib.suppress(ApiError):
+            await self._api.request(
+                "PATCH",
+                POD.path(self._namespace, pod["metadata"]["name"], subresource="status"),
+                body={"metadata": {"uid": uid}, "status": status},
+                content_type="application/merge-patch+json",
+            )
+            self._said[uid] = now
+
+
+def _label(pod: Mapping[str, Any], label: str) -> str:
+    return str((pod["metadata"].get("labels") or {}).get(label, ""))
+
+
+def _leaving(pod: Mapping[str, Any]) -> bool:
+    return pod["metadata"].get("deletionTimestamp") is not None
