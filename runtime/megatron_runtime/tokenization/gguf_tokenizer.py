@@ -122,7 +122,8 @@ def _backend(metadata: Mapping[str, Any], pieces: list[str], path: Path) -> toke
             "tokenizer.json"
         )
     backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
-    backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED))
+    # Runs of spaces are among them, and SentencePiece looks for them when spaces are written its own way already.
+    backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED, normalized=model == _SENTENCEPIECE))
     return backend
 
 
@@ -135,9 +136,9 @@ def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str], pre: str
     return backend
 
 
-def _added(pieces: list[str], kinds: list[int], *, kind: int) -> list[AddedToken]:
+def _added(pieces: list[str], kinds: list[int], *, kind: int, normalized: bool = False) -> list[AddedToken]:
     return [
-        AddedToken(piece, normalized=False, special=kind == _CONTROL)
+        AddedToken(piece, normalized=normalized, special=kind == _CONTROL)
         for piece, own in zip(pieces, kinds, strict=False)
         if own == kind and piece
     ]

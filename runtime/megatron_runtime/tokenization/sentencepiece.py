@@ -52,9 +52,11 @@ def sentencepiece_backend(
 def _merges(pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
     normal = [id_ for id_, kind in enumerate(kinds) if kind == NORMAL]
     ids = {pieces[id_]: id_ for id_ in normal}
-    merges = []
+    merges: list[tuple[str, str]] = []
     for id_ in sorted(normal, key=lambda id_: -scores[id_]):
         piece = pieces[id_]
-        pairs = [(piece[:at], piece[at:]) for at in range(1, len(piece)) if piece[:at] in ids and piece[at:] in ids]
-        merges += sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]])) if len(pairs) > 1 else pairs
+        pairs = [
+            (left, right) for at in range(1, len(piece)) if (left := piece[:at]) in ids and (right := piece[at:]) in ids
+        ]
+        merges += pairs if len(pairs) < 2 else sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
     return merges

