@@ -61,8 +61,8 @@ def _engine(
 ) -> DynamicInferenceEngine:
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from megatron_runtime.engines.device import select_device
     from megatron_runtime.engines.torch_executor import TorchExecutor
-    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
     from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
     executor = TorchExecutor(
@@ -71,7 +71,7 @@ def _engine(
         dtype=options.dtype,
         kv_cache_memory=config.buffer_bytes,
         threads=options.threads,
-        wrapper_class=options.wrapper_class or GPTInferenceWrapper,
+        device=select_device("auto", config, wrapper_class=options.wrapper_class),
     )
     return DynamicInferenceEngine(executor, config)
 

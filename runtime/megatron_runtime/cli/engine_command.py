@@ -2,32 +2,46 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPort, log_level, readable_errors
+
+if TYPE_CHECKING:
+    from megatron_runtime.engines.settings import EngineSettings
 
 
 @click.command()
 @click.option("--coordinator", type=Address(), required=True, help="The coordinator's engine port.")
 @click.option("--name", required=True, help="Stable identity of this engine; the same after a restart.")
 @click.option(
-    "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
+    "--model",
+    default="builtin:smollm2-135m",
+    show_default=True,
+    help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory.",
 )
 @click.option(
     "--format",
     "model_format",
-    type=click.Choice(["Auto", "GGUF", "SafeTensors"]),
+    type=click.Choice(["Auto", "GGUF", "SafeTensors", "TorchDist"]),
     default="Auto",
     show_default=True,
     help="Refuse a model of another format.",
 )
 @click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch", show_default=True)
 @click.option(
+    "--device",
+    type=click.Choice(["auto", "cpu", "cuda"]),
+    default="auto",
+    show_default=True,
+    help="Where the model runs; auto takes a GPU where there is one.",
+)
+@click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16"]),
+    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
     default="auto",
     show_default=True,
     help="Of the weights.",
@@ -40,6 +54,12 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
     "--block-size-tokens", type=click.IntRange(min=1), default=256, show_default=True, help="Of a block hash."
 )
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
+@click.option(
+    "--batch-invariant/--no-batch-invariant",
+    default=False,
+    show_default=True,
+    help="Answers are the same to the bit whatever runs beside them; in float32, at some cost.",
+)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
 @click.option(
     "--prefix-eviction",
@@ -59,7 +79,45 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option("--revision", default="", help="What this engine was rendered from; shown in the status.")
 @click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads.")
+@click.option("--threads", type=click.IntRange(min=1), help="Torch threads of this machine's ranks together.")
+@click.option(
+    "--tensor-parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    envvar="TENSOR_PARALLEL_SIZE",
+    help="Ranks that share each layer.",
+)
+@click.option(
+    "--pipeline-parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    envvar="PIPELINE_PARALLEL_SIZE",
+    help="Stages of layers, one after the other.",
+)
+@click.option(
+    "--expert-parallel",
+    type=click.IntRange(1, 64),
+    default=1,
+    show_default=True,
+    envvar="EXPERT_PARALLEL_SIZE",
+    help="Ranks that share the experts of each layer.",
+)
+@click.option(
+    "--rendezvous-seconds",
+    type=click.FloatRange(min=1),
+    default=300,
+    show_default=True,
+    help="How long ranks wait for each other at the start.",
+)
+@click.option(
+    "--step-timeout-seconds",
+    type=click.FloatRange(min=1),
+    default=60,
+    show_default=True,
+    help="A step in which no rank gets on for so long ends an engine of several ranks.",
+)
 @click.option(
     "--echo-step-seconds", type=click.FloatRange(min=0), default=0, help="How long a step of the echo executor takes."
 )
@@ -81,9 +139,48 @@ from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPor
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @log_level
 @readable_errors
-def command(*, keys_dir: Path | None, **options: Any) -> None:
-    """Run one data-parallel engine until SIGTERM."""
-    from megatron_runtime.engines import worker
-    from megatron_runtime.engines.settings import EngineSettings
+def command(
+    *, keys_dir: Path | None, tensor_parallel: int, pipeline_parallel: int, expert_parallel: int, **options: Any
+) -> None:
+    """Run one data-parallel engine until SIGTERM.
 
-    worker.run(EngineSettings(keys_dir=keys_dir, **options))
+    An engine of several ranks is started once on each of its machines, with NNODES, NODE_RANK, NPROC_PER_NODE,
+    MASTER_ADDR and MASTER_PORT where there are several, or by torchrun.
+    """
+    from megatron_runtime.engines.settings import EngineSettings
+    from megatron_runtime.parallel.shard import ParallelSizes
+
+    sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
+    settings = EngineSettings(keys_dir=keys_dir, parallel=sizes, **options)
+    if sizes.world == 1:
+        from megatron_runtime.engines import worker
+
+        worker.run(settings)
+    else:
+        _run_ranks(settings)
+
+
+def _run_ranks(settings: EngineSettings) -> None:
+    """Be one rank of several, or start those of this machine."""
+    from megatron_runtime.engines import worker
+    from megatron_runtime.engines.build import run_other_rank
+    from megatron_runtime.engines.rank_process import end_with
+    from megatron_runtime.parallel.errors import RankError
+    from megatron_runtime.parallel.identity import node_identity, rank_identity
+
+    identity = rank_identity(settings.parallel)
+    if identity is None:
+        from megatron_runtime.cli.launch_ranks import RanksFailedError, launch
+
+        try:
+            launch(node_identity(settings.parallel), sys.argv[1:])
+        except RanksFailedError as error:
+            raise click.ClickException(str(error)) from error
+        return
+    try:
+        if identity.rank == 0:
+            worker.run(settings)
+        else:
+            run_other_rank(settings, identity)
+    except RankError as error:
+        end_with(error)

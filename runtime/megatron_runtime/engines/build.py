@@ -17,10 +17,15 @@ from megatron_runtime.engines.lifecycle import Ranks
 from megatron_runtime.engines.output_stage import Detokenizer
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.simulated_ranks import SimulatedRanks
+from megatron_runtime.parallel.identity import RankIdentity, rank_identity
+from megatron_runtime.parallel.shard import IndivisibleError
 from megatron_runtime.peer_link import PeerLink
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 if TYPE_CHECKING:
+    from megatron_runtime.engines.ranked_executor import RankedExecutor
+    from megatron_runtime.engines.torch_executor import TorchExecutor
+    from megatron_runtime.parallel.groups import Groups
     from megatron_runtime.sampling.structured_output import GrammarState
     from megatron_runtime.sampling_params import SamplingParams
     from megatron_runtime.tokenization import Tokenizer
@@ -35,12 +40,14 @@ class LoadedEngine:
 
     controller: its text; None when its tokens mean none.
     ranks: who acknowledges a verb beside the engine's thread; None when nobody does.
+    others: the other ranks' processes, of which this one is the first; None when it is alone.
     link:  makes its connection to the coordinator.
     """
 
     engine: DynamicInferenceEngine
     controller: TextGenerationController | None = None
     ranks: Ranks | None = None
+    others: RankedExecutor | None = None
     link: Callable[..., PeerLink] = PeerLink
 
     def detokenizer(self) -> Detokenizer | None:
@@ -58,17 +65,10 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
     Raises:
         ValueError: a setting or the model is not usable; the message names it and the remedy.
     """
-    config = InferenceConfig(
-        max_requests=settings.max_requests,
-        max_tokens=max(settings.max_tokens, settings.max_requests),
-        max_sequence_length=settings.max_sequence_length,
-        enable_chunked_prefill=settings.chunked_prefill,
-        enable_prefix_caching=settings.prefix_caching,
-        prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(settings.prefix_eviction),
-        kv_cache_management_mode=KVCacheManagementMode(settings.kv_cache_mode),
-        block_size_tokens=settings.block_size_tokens,
-    )
+    config = _inference_config(settings)
     if settings.executor == "echo":
+        if settings.parallel.world != 1:
+            raise ValueError("executor 'echo' runs in one process: use --echo-ranks for ranks that it simulates")
         return _echo_engine(settings, config)
     if settings.echo_faults or settings.echo_ranks != 1 or settings.echo_step_seconds:
         raise ValueError(
@@ -76,7 +76,43 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
             "leave --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds out, or use --executor echo"
         )
     controller = TextGenerationController(None, partial(_load_tokenizer, settings.model))
-    return LoadedEngine(DynamicInferenceEngine(_torch(settings, controller), config), controller)
+    if settings.parallel.world == 1:
+        return LoadedEngine(DynamicInferenceEngine(_torch(settings, controller), config), controller)
+    identity = rank_identity(settings.parallel)
+    if identity is None or identity.rank != 0:
+        raise IndivisibleError(
+            f"an engine of {settings.parallel.world} ranks is scheduled by its rank 0: start it by `megatron engine`, "
+            "which starts all ranks of one machine, or by torchrun"
+        )
+    from megatron_runtime.engines.rank_start import lead
+
+    executor = lead(settings, identity, lambda groups: _torch(settings, controller, groups=groups, identity=identity))
+    return LoadedEngine(DynamicInferenceEngine(executor, config), controller, ranks=executor, others=executor)
+
+
+def _inference_config(settings: EngineSettings) -> InferenceConfig:
+    return InferenceConfig(
+        max_requests=settings.max_requests,
+        max_tokens=max(settings.max_tokens, settings.max_requests),
+        max_sequence_length=settings.max_sequence_length,
+        enable_chunked_prefill=settings.chunked_prefill,
+        batch_invariant=settings.batch_invariant,
+        enable_prefix_caching=settings.prefix_caching,
+        prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(settings.prefix_eviction),
+        kv_cache_management_mode=KVCacheManagementMode(settings.kv_cache_mode),
+        block_size_tokens=settings.block_size_tokens,
+    )
+
+
+def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
+    """Be a rank that is not the first, until the engine ends.
+
+    Raises RankError, and ValueError as build_engine() does.
+    """
+    from megatron_runtime.engines.rank_start import follow
+
+    controller = TextGenerationController(None, partial(_load_tokenizer, settings.model))
+    follow(settings, identity, lambda groups: _torch(settings, controller, groups=groups, identity=identity))
 
 
 def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEngine:
@@ -99,26 +135,38 @@ def _echo(settings: EngineSettings, faults: Faults) -> Executor:
     )
 
 
-def _torch(settings: EngineSettings, controller: TextGenerationController) -> Executor:
+def _torch(
+    settings: EngineSettings,
+    controller: TextGenerationController,
+    *,
+    groups: Groups | None = None,
+    identity: RankIdentity | None = None,
+) -> TorchExecutor:
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from the
     # coordinator, the server and other engines of the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    from megatron_runtime.engines.device import select_device
     from megatron_runtime.engines.torch_executor import TorchExecutor
-    from megatron_runtime.loading.source import GGUFSource, resolve
+    from megatron_runtime.loading.source import resolve
 
     source = resolve(settings.model)
-    found = "GGUF" if isinstance(source, GGUFSource) else "SafeTensors"
-    if settings.model_format not in ("Auto", found):
+    if settings.model_format not in ("Auto", source.format):
         raise ValueError(
-            f"model {settings.model!r} is {found}, format says {settings.model_format}: use Auto or {found}"
+            f"model {settings.model!r} is {source.format}, format says {settings.model_format}: "
+            f"use Auto or {source.format}"
         )
+    threads = settings.threads
+    if threads is not None and identity is not None:
+        threads = max(1, threads // identity.local_world)
     return TorchExecutor(
         source,
         controller,
         dtype=settings.dtype,
         kv_cache_memory=settings.kv_cache_memory,
         max_sequence_length=settings.max_sequence_length,
-        threads=settings.threads,
+        threads=threads,
+        groups=groups,
+        device=select_device(settings.device, _inference_config(settings), is_alone=groups is None),
     )
 
 

@@ -1,23 +1,20 @@
-"""One rank that runs a model with torch on the processor."""
+"""One rank that runs a model with torch, on the device it is given."""
 
 from __future__ import annotations
 
-import ctypes
-import gc
-
 import torch
 
+from megatron_runtime.engines.device import Device, Processor
 from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
-from megatron_runtime.engines.kv_pool import KVPool
 from megatron_runtime.engines.weight_store import WeightStore
-from megatron_runtime.layers.cpu import default_threads, select_dtype
+from megatron_runtime.layers.cpu import default_threads
 from megatron_runtime.loading.source import ModelSource
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import build_decoder
+from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.parallel.groups import Groups
-from megatron_runtime.parallel.shard import IndivisibleError, ParallelSizes, Shard
+from megatron_runtime.parallel.shard import ParallelSizes, Shard
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -26,12 +23,12 @@ class TorchExecutor:
     """Implements Executor. Making one reads the model's headers; `load` reads the weights.
 
     controller:      samples; it has the model while the weights are loaded. None makes one with the source's tokenizer.
-    dtype:           "auto" (bfloat16 where the processor computes in it, else float32), "float32" or "bfloat16".
-    kv_cache_memory: bytes of the KV cache. The operating system provides them as they are first written.
+    dtype:           "auto" (bfloat16 where the device computes in it, else float32), "float32", "bfloat16", ….
+    kv_cache_memory: bytes of the KV cache. On a processor, the operating system provides them as they are written.
     max_sequence_length: prompt + generated tokens; None means what the model was made for.
     page_size:       tokens of a KV page.
     threads:         threads of torch; None means one for each processor, within the limit of the container.
-    wrapper_class:   runs the model; made anew with each set of weights.
+    device:          where the model runs, and how; None is the processor.
     groups:          of a rank that holds a part of the model: how it speaks to the others. It runs execute_part().
 
     Raises:
@@ -48,16 +45,17 @@ class TorchExecutor:
         max_sequence_length: int | None = None,
         page_size: int = 16,
         threads: int | None = None,
-        wrapper_class: type[GPTInferenceWrapper] = GPTInferenceWrapper,
+        device: Device | None = None,
         groups: Groups | None = None,
     ) -> None:
         self.controller = controller or TextGenerationController(None, lambda: load_tokenizer(str(source.location)))
-        self._dtype = select_dtype(dtype)
+        self._device = device = device or Processor()
+        self._dtype = device.select_dtype(dtype)
         self._groups = groups
         shard = groups.shard if groups is not None else Shard()
-        self._store = WeightStore(source, self._dtype, shard=shard)
+        self._store = WeightStore(source, self._dtype, device, shard=shard)
         config = self._store.config
-        require_divisible(config, shard.sizes)
+        require_divisible(config, shard)
         self.vocab_size = config.vocab_size
         self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
@@ -68,8 +66,7 @@ class TorchExecutor:
         most_layers = len(ParallelSizes(pipeline=shard.pipeline_size).shard(0).layers(config.num_layers))
         self.num_pages = _num_pages(kv_cache_memory, most_layers * width * self._dtype.itemsize * page_size)
         self._threads = threads
-        self._wrapper_class = wrapper_class
-        self._pool = KVPool(
+        self._pool = device.kv_pool(
             layers=len(shard.layers(config.num_layers)),
             pages=self.num_pages,
             page_size=page_size,
@@ -104,11 +101,11 @@ class TorchExecutor:
     def release_weights(self) -> None:
         self.controller.inference_wrapped_model = self._stage = None
         self._store.release()
-        _return_freed_memory()
+        self._device.return_freed_memory()
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._pool.release(keep_pages)
-        _return_freed_memory()
+        self._device.return_freed_memory()
 
     def use_source(self, source: str) -> None:
         self._store.use_source(source)
@@ -119,7 +116,7 @@ class TorchExecutor:
     def swap_weights(self) -> None:
         self._store.swap()
         self._use_weights()
-        _return_freed_memory()
+        self._device.return_freed_memory()
 
     def drop_staged(self) -> None:
         self._store.drop_staged()
@@ -142,8 +139,8 @@ class TorchExecutor:
         config, weights = self._store.config, self._store.weights
         assert weights is not None, "load() or swap() first"
         if self._groups is None:
-            self.controller.inference_wrapped_model = self._wrapper_class(
-                build_decoder(config, weights), page_size=self.page_size, dtype=self._dtype
+            self.controller.inference_wrapped_model = self._device.runner(
+                config, weights, page_size=self.page_size, dtype=self._dtype, max_length=self.max_sequence_length
             )
             return
         self._stage = StageRunner(
@@ -155,20 +152,6 @@ class TorchExecutor:
             dummy_page=self.num_pages - 1,
             dtype=self._dtype,
         )
-
-
-def require_divisible(config: ModelConfig, sizes: ParallelSizes) -> None:
-    """Raise IndivisibleError, naming both numbers and the remedy, where a model cannot be spread so."""
-    shard = sizes.shard(0)
-    shard.layers(config.num_layers)
-    shard.heads(config.num_heads)
-    shard.kv_heads(config.num_kv_heads)
-    shard.feed_forward(config.intermediate_size)
-    if config.moe is not None:
-        shard.experts(config.moe.num_experts)
-        shard.feed_forward(config.moe.intermediate_size)
-    elif sizes.expert > 1:
-        raise IndivisibleError(f"expert_parallel_size={sizes.expert}: this model has no experts: use 1")
 
 
 def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:
@@ -190,11 +173,3 @@ def _num_pages(kv_cache_memory: int, page_bytes: int) -> int:
             f"kv_cache_memory={kv_cache_memory} bytes: this model needs at least {2 * page_bytes} (two pages): raise it"
         )
     return pages
-
-
-def _return_freed_memory() -> None:
-    """To the operating system. Only glibc has to be asked."""
-    gc.collect()
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)

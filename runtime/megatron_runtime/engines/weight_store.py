@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.engines.memory import require_memory
+from megatron_runtime.engines.device import Device
 from megatron_runtime.loading.checkpoint import open_checkpoint
 from megatron_runtime.loading.source import ModelSource, resolve
 from megatron_runtime.loading.verified import Signature, UnusableWeightsError, VerifiedCheckpoint, require_same_model
@@ -29,15 +29,17 @@ class WeightStore:
     stage() may run beside a step, in another thread; all else belongs to the thread that runs the steps.
 
     source: what load() reads.
+    device: where they go.
     shard:  which part of it.
     """
 
-    def __init__(self, source: ModelSource, dtype: torch.dtype, *, shard: Shard | None = None) -> None:
+    def __init__(self, source: ModelSource, dtype: torch.dtype, device: Device, *, shard: Shard | None = None) -> None:
         self.config = open_checkpoint(source).config
         self._shard = shard or Shard()
         self.source = source
         self.weights: DecoderWeights | None = None
         self._dtype = dtype
+        self._device = device
         self._signature: Signature | None = None
         self._staged: _Staged | None = None
 
@@ -100,6 +102,6 @@ class WeightStore:
         found = open_checkpoint(source)
         require_same_model(found.config, wanted=self.config)
         checkpoint = VerifiedCheckpoint(found, expected=like.kinds if like is not None else None)
-        require_memory(self.num_bytes, what=what)
-        weights = load_weights(checkpoint, self._dtype, shard=self._shard)
+        self._device.require_memory(self.num_bytes, what=what)
+        weights = load_weights(checkpoint, self._dtype, shard=self._shard, linears=self._device.linears(self._dtype))
         return weights, checkpoint.signature()

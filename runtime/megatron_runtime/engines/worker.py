@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +23,7 @@ from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
 from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.termination import write_termination_message
 from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
 from megatron_runtime.peer_link import coordinator_address
@@ -53,10 +52,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-TERMINATION_LOG = Path("/dev/termination-log")
-TERMINATION_CHARACTERS = 2000
-"""A container's status takes 4096 bytes."""
-
 LOAD_SILENCE_SECONDS = 600.0
 """How long the coordinator may hear nothing while weights load (a load holds the interpreter at times)."""
 
@@ -73,7 +68,7 @@ class EngineWorker:
         self._settings = settings
         self._loaded = loaded
         self._thread = EngineThread(
-            loaded.engine, on_step=self._on_step, on_blocks=self._on_blocks, on_failure=self._on_failure
+            loaded.engine, on_step=self._on_step, on_blocks=self._on_blocks, on_failure=self.fail
         )
         self._lifecycle = Lifecycle(self._thread, ranks=loaded.ranks)
         self._serving = False
@@ -155,6 +150,7 @@ class EngineWorker:
             source=self._lifecycle.source,
             fence=self._lifecycle.fence,
             ranks=self._lifecycle.ranks,
+            model=settings.model_hash,
             revision=settings.revision,
             max_requests=settings.max_requests,
             max_sequence_length=loaded.engine.context.max_sequence_length,
@@ -166,9 +162,11 @@ class EngineWorker:
             incarnation=incarnation,
             state=self._lifecycle.state,
             epoch=self._lifecycle.epoch,
+            source=self._lifecycle.source,
             running=len(self._outputs.open),
             steps=self._thread.steps,
             busy_for=self._busy_for,
+            digest=self._loaded.engine.executor.digest,
         )
 
     def _on_ack(self, ack: HelloAck, given_away: bool) -> None:
@@ -220,7 +218,7 @@ class EngineWorker:
                 await self._obey(await self._controls.get())
         except Exception as error:
             logger.exception("the engine cannot follow its coordinator")
-            self._on_failure(error)
+            self.fail(error)
 
     async def _obey(self, message: Control | ControlCommit | HelloAck) -> None:
         if isinstance(message, Control):
@@ -331,8 +329,9 @@ class EngineWorker:
             hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
             self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
 
-    def _on_failure(self, error: BaseException) -> None:
-        self.failure = error
+    def fail(self, error: BaseException) -> None:
+        """End the engine with this cause, if it has no earlier one."""
+        self.failure = self.failure or error
         self.ended.set()
 
 
@@ -348,16 +347,16 @@ async def _serve(settings: EngineSettings) -> BaseException | None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, leave)
+    others = loaded.others
+    if others is not None:
+        others.watch(
+            on_failure=lambda error: loop.call_soon_threadsafe(worker.fail, error),
+            on_leave=lambda: loop.call_soon_threadsafe(leave),
+        )
     await worker.run()
+    if others is not None:
+        others.end(worker.failure)
     return worker.failure
-
-
-def _write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
-    """Tell the container's status why this process ends, where there is a container."""
-    told = {"reason": type(failure).__name__, "rank": 0, "message": str(failure)[:TERMINATION_CHARACTERS]}
-    with contextlib.suppress(OSError):
-        if path.exists():
-            path.write_text(json.dumps(told) + "\n")
 
 
 def run(settings: EngineSettings) -> None:
@@ -365,6 +364,6 @@ def run(settings: EngineSettings) -> None:
     failure = asyncio.run(_serve(settings))
     if failure is not None:
         print(f"engine {settings.name} failed: {failure}", file=sys.stderr, flush=True)
-        _write_termination_message(failure)
+        write_termination_message(failure)
         # The engine thread may hang in native code: nothing of it is worth waiting for.
         os._exit(1)

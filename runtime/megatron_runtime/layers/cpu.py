@@ -2,12 +2,29 @@
 
 from __future__ import annotations
 
+import os
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from megatron_runtime.layers.native.compiled import is_supported
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """weights:     what matrices are kept in.
+    activations: what is computed in, and the KV cache is kept in.
+    is_native:   compiled steps run them (layers/native), else torch.
+    """
+
+    weights: Format
+    activations: torch.dtype
+    is_native: bool
 
 
 def computes_in_bfloat16() -> bool:
@@ -16,13 +33,40 @@ def computes_in_bfloat16() -> bool:
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def select_dtype(name: str) -> torch.dtype:
-    """Return the type to compute in. `name`: "auto", "float32" or "bfloat16"."""
+def has_native_steps() -> bool:
+    """True where layers/native runs. MEGATRON_NATIVE=0 switches it off."""
+    return os.environ.get("MEGATRON_NATIVE", "1") != "0" and is_supported()
+
+
+def select_numbers(name: str) -> Numbers:
+    """Return how to compute. `name`: "auto" or a Format.
+
+    Compiled steps read bfloat16 weights but compute in float32. Where there are instructions for bfloat16, torch runs it.
+
+    Raises ValueError naming what this processor has.
+    """
+    is_native = has_native_steps()
     if name == "auto":
-        return torch.bfloat16 if computes_in_bfloat16() else torch.float32
-    if name not in _DTYPES:
-        raise ValueError(f"dtype={name!r} is not supported on a processor: use auto, {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+        name = "bfloat16" if computes_in_bfloat16() else "float32"
+    if name == "float32":
+        return Numbers("float32", torch.float32, is_native)
+    if name == "bfloat16":
+        if is_native and not computes_in_bfloat16():
+            return Numbers("bfloat16", torch.float32, True)
+        return Numbers("bfloat16", torch.bfloat16, False)
+    allowed: tuple[Format, ...] = ("float32", "bfloat16", *(("int8", "int4") if is_native else ()))
+    for format in allowed:
+        if name == format:
+            return Numbers(format, torch.float32, True)
+    raise ValueError(
+        f"dtype={name!r} is not supported on this processor: use auto, {', '.join(allowed)}"
+        + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
+    )
+
+
+def select_dtype(name: str) -> torch.dtype:
+    """Return the type to compute in. `name`: "auto" or a Format."""
+    return select_numbers(name).activations
 
 
 def default_threads(quota: Path = _QUOTA) -> int:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
 
+import numpy as np
 import torch
 
 from megatron_runtime.engines.executor import Int32, StepPlan
 from megatron_runtime.engines.step_layout import Int64, lay_out
+from megatron_runtime.layers.native.sizes import UNIT
 from megatron_runtime.layers.paged_attention import AttentionBatch
 from megatron_runtime.sampling.batch import Float32
 
@@ -35,6 +37,17 @@ class PagedModel(Protocol):
     ) -> torch.Tensor: ...
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor: ...
+
+
+@runtime_checkable
+class PlannedModel(PagedModel, Protocol):
+    """A model that runs plans as they are."""
+
+    def run_plan(
+        self, plan: StepPlan, cache_LPXE: torch.Tensor, logit_rows_N: Int64
+    ) -> tuple[torch.Tensor, Float32]: ...
+
+    def finish(self, x_TD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +85,18 @@ class ForwardStep:
         return logits
 
 
+@dataclass(frozen=True, slots=True)
+class PlannedStep(ForwardStep):
+    """One whose sampled logits are there already."""
+
+    _sampled_NV: Float32 = field(kw_only=True)
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        if which is None or len(which) == len(self.sampled_rows):
+            return self._sampled_NV
+        return self._sampled_NV[which]
+
+
 class GPTInferenceWrapper:
     """Lays a step plan out for a model and runs it (Megatron-Core `GPTInferenceWrapper`).
 
@@ -83,10 +108,14 @@ class GPTInferenceWrapper:
         self.model = model
         self._page_size = page_size
         self._dtype = dtype
+        # Compiled attention reads whole panels of a page.
+        self._planned = model if isinstance(model, PlannedModel) and page_size % UNIT == 0 else None
 
     @torch.inference_mode()
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
         """Compute the plan's tokens; their keys and values go into the cache."""
+        if self._planned is not None:
+            return self._run_plan(self._planned, plan, cache_LPXE)
         layout = lay_out(plan, page_size=self._page_size, dtype=self._dtype, window=self.model.sliding_window)
         x_ND = self.model(
             layout.token_ids_T,
@@ -96,3 +125,17 @@ class GPTInferenceWrapper:
             rows_N=layout.logit_rows_N,
         )
         return ForwardStep(layout.sampled_rows, self.model, x_ND, layout.targets)
+
+    def _run_plan(self, model: PlannedModel, plan: StepPlan, cache_LPXE: torch.Tensor) -> PlannedStep:
+        ends = plan.query_lengths.cumsum(dtype=np.int64)
+        sampled_rows = np.flatnonzero(plan.needs_sample)
+        x_TD, logits_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
+        x_ND, targets = x_TD[:0], []
+        if plan.sampling.prompt_targets:
+            rows, end = [], 0
+            for row, tokens in plan.sampling.prompt_targets.items():
+                rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
+                targets.append((row, slice(end, end + len(tokens))))
+                end += len(tokens)
+            x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
+        return PlannedStep(sampled_rows, model, x_ND, targets, _sampled_NV=logits_NV)

@@ -211,4 +211,8 @@ def build_decoder(
     collectives: Collectives | None = None,
 ) -> DecoderModel:
     """The model that runs `weights`: the only place that knows which forms of it there are."""
+    from megatron_runtime.models.native_decoder import NativeDecoder, runs_natively
+
+    if collectives is None and (shard is None or shard == Shard()) and runs_natively(config, weights):
+        return NativeDecoder(config, weights)
     return DecoderModel(config, weights, shard=shard, collectives=collectives)

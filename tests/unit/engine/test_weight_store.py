@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines import weight_store
+from megatron_runtime.engines import device
+from megatron_runtime.engines.device import Processor
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.memory import MemoryShortError, available_bytes, require_memory
@@ -37,7 +38,7 @@ def edited(directory: Path, target: Path, edit: Edit) -> Path:
 
 
 def loaded(directory: Path) -> WeightStore:
-    store = WeightStore(resolve(str(directory)), torch.float32)
+    store = WeightStore(resolve(str(directory)), torch.float32, Processor())
     store.load()
     return store
 
@@ -87,7 +88,7 @@ def test_unsound_weights_are_not_staged(make_tiny: MakeTiny, tmp_path: Path, edi
 
 def test_unsound_weights_are_not_loaded(make_tiny: MakeTiny, tmp_path: Path) -> None:
     directory, _ = make_tiny()
-    store = WeightStore(resolve(str(edited(directory, tmp_path / "new", set_nan))), torch.float32)
+    store = WeightStore(resolve(str(edited(directory, tmp_path / "new", set_nan))), torch.float32, Processor())
     with pytest.raises(UnusableWeightsError, match="not finite"):
         store.load()
     assert store.weights is None
@@ -123,7 +124,7 @@ def test_too_little_memory_is_told_with_both_amounts(make_tiny: MakeTiny, monkey
     def short(needed: int, *, what: str) -> None:
         require_memory(needed, what=what, available=needed - 1)
 
-    monkeypatch.setattr(weight_store, "require_memory", short)
+    monkeypatch.setattr(device, "require_memory", short)
     with pytest.raises(MemoryShortError, match=r"loading the weights needs \d+ MiB, \d+ MiB are available"):
         store.load()
 
@@ -132,7 +133,7 @@ def test_the_amount_asked_for_is_that_of_the_weights(make_tiny: MakeTiny) -> Non
     for tied in (False, True):
         directory, model = make_tiny(tie_word_embeddings=tied)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert WeightStore(resolve(str(directory)), torch.float32).num_bytes == 4 * parameters
+        assert WeightStore(resolve(str(directory)), torch.float32, Processor()).num_bytes == 4 * parameters
 
 
 def test_available_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:

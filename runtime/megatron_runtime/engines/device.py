@@ -1,0 +1,139 @@
+"""What depends on where a model runs: its types, the memory of weights and KV cache, and who runs a step."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.engines.kv_pool import KVPool
+from megatron_runtime.engines.memory import require_memory
+from megatron_runtime.layers.cpu import Numbers, select_numbers
+from megatron_runtime.layers.linear import DenseLinears, LinearFactory
+from megatron_runtime.layers.native.linear import NativeLinears
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderWeights, build_decoder
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+
+class Pool(Protocol):
+    """Memory of a KV cache that may be given back; cache_LPXE is None while it is."""
+
+    cache_LPXE: torch.Tensor | None
+
+    def allocate(self) -> None: ...
+    def release(self, keep_pages: npt.NDArray[np.int64] | None = None) -> None: ...
+
+
+class ModelRunner(Protocol):
+    """What a TextGenerationController asks for forward passes."""
+
+    def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> Any: ...
+
+
+class Device(Protocol):
+    """One kind of device. Nothing of it is touched before something is asked for."""
+
+    def select_dtype(self, name: str) -> torch.dtype:
+        """Raises ValueError naming what is supported."""
+
+    def linears(self, dtype: torch.dtype) -> LinearFactory: ...
+
+    def kv_pool(self, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype) -> Pool: ...
+
+    def runner(
+        self, config: ModelConfig, weights: DecoderWeights, *, page_size: int, dtype: torch.dtype, max_length: int
+    ) -> ModelRunner:
+        """Raises ValueError if the device cannot run such a model."""
+
+    def require_memory(self, needed: int, *, what: str) -> None:
+        """Raises MemoryShortError unless so many bytes are free."""
+
+    def return_freed_memory(self) -> None:
+        """To whom else may use it."""
+
+
+def select_device(
+    name: str,
+    config: InferenceConfig,
+    *,
+    is_alone: bool = True,
+    wrapper_class: Callable[..., ModelRunner] | None = None,
+) -> Device:
+    """The device called `name`: "cpu", "cuda", or "auto" for a GPU where there is one.
+
+    config:   how large a step may be, and up to which size decode steps are captured as CUDA graphs.
+    is_alone: the engine has one rank. Several run on processors.
+    wrapper_class: runs the model, on a processor, in place of ours.
+
+    Raises ValueError: there is no such device, or it does not do what `config` asks for.
+    """
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")
+    if name == "cuda" and not is_alone:
+        raise ValueError("device='cuda': an engine of several ranks runs on processors only, for now: use one rank")
+    if config.batch_invariant:
+        from megatron_runtime.engines.batch_invariant import BatchInvariantProcessor
+
+        if name == "cuda" or not is_alone:
+            raise ValueError("batch_invariant=True is for one rank on a processor: use device=cpu and one rank")
+        return BatchInvariantProcessor(wrapper_class or GPTInferenceWrapper)
+    if wrapper_class is not None:
+        return Processor(wrapper_class)
+    has_gpu = name != "cpu" and is_alone and torch.cuda.is_available()
+    if name == "cuda" and not has_gpu:
+        raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
+    if not has_gpu:
+        return Processor()
+    from megatron_runtime.gpu.device import CudaDevice
+
+    rows = config.request_slots
+    graph_rows = 0 if config.num_cuda_graphs == 0 else min(rows, config.cuda_graph_max_tokens)
+    return CudaDevice(max_rows=rows, max_tokens=config.step_tokens, graph_rows=graph_rows)
+
+
+class Processor:
+    """Implements Device.
+
+    wrapper_class: runs the model; made anew with each set of weights.
+    """
+
+    def __init__(self, wrapper_class: Callable[..., ModelRunner] = GPTInferenceWrapper) -> None:
+        self._wrapper_class = wrapper_class
+        self._numbers = Numbers("float32", torch.float32, is_native=False)
+
+    def select_dtype(self, name: str) -> torch.dtype:
+        self._numbers = select_numbers(name)
+        return self._numbers.activations
+
+    def linears(self, dtype: torch.dtype) -> LinearFactory:
+        if not self._numbers.is_native:
+            return DenseLinears(dtype)
+        return NativeLinears(self._numbers.weights)
+
+    def kv_pool(self, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype) -> Pool:
+        return KVPool(layers=layers, pages=pages, page_size=page_size, width=width, dtype=dtype)
+
+    def runner(
+        self, config: ModelConfig, weights: DecoderWeights, *, page_size: int, dtype: torch.dtype, max_length: int
+    ) -> ModelRunner:
+        return self._wrapper_class(build_decoder(config, weights), page_size=page_size, dtype=dtype)
+
+    def require_memory(self, needed: int, *, what: str) -> None:
+        require_memory(needed, what=what)
+
+    def return_freed_memory(self) -> None:
+        """To the operating system. Only glibc has to be asked."""
+        gc.collect()
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)

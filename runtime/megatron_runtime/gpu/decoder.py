@@ -1,0 +1,158 @@
+"""The decoder as a GPU runs it: nine launches a layer, four of them products of matrices by torch.
+
+Shapes: T tokens of a step, N rows of them, D hidden, V vocabulary, L layers, P pages, X tokens of a page, E = keys and
+values of one token, H query heads, K key-value heads, C size of a head, S longest sequence, F = C / 2 rotary pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+import torch
+
+from megatron_kernels.registry import Kernels
+from megatron_runtime.gpu.step_buffers import DeviceStep
+from megatron_runtime.layers.rotary import inverse_frequencies
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
+
+_Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
+
+
+class UnsupportedTraitError(ValueError):
+    """The kernels do not do something that a model asks for. The message names it and the remedy."""
+
+
+class KernelDecoder:
+    """A function of weights and cache, made of the operations in `kernels`. No launch depends on what a step holds.
+
+    weights:    matrices and tables on the device already; norms and biases are brought there.
+    max_length: tokens of the longest sequence.
+
+    Raises UnsupportedTraitError.
+    """
+
+    def __init__(
+        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, *, device: torch.device, max_length: int
+    ) -> None:
+        _require_known_traits(config)
+        self.config = config
+        self._kernels = kernels
+        self._weights = _on_device(weights, device)
+        frequencies_F = inverse_frequencies(
+            head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+        angles_SF = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies_F
+        self._cos_sin_S2F = torch.cat((angles_SF.cos(), angles_SF.sin()), dim=1).to(device)
+
+    def __call__(self, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
+        """Write the step's keys and values to the cache; return x_TD before the last norm."""
+        kernels, weights, config = self._kernels, self._weights, self.config
+        assert weights.embedding is not None, "all layers are on one device"
+        half = config.head_dim // 2
+        cos_sin_T2F = self._cos_sin_S2F.index_select(0, step.positions_T)
+        cos_TF, sin_TF = cos_sin_T2F[:, :half], cos_sin_T2F[:, half:]
+        residual_TD = weights.embedding(step.token_ids_T)
+        added_TD: torch.Tensor | None = None
+        for layer, cache_PXE in zip(weights.layers, cache_LPXE, strict=True):
+            assert isinstance(layer.mlp, FeedForward), "mixtures are refused"
+            normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
+            qkv_TQ = layer.qkv_QD(normed_TD)
+            if layer.qkv_bias_Q is not None:
+                qkv_TQ += layer.qkv_bias_Q
+            kernels.qk_norm_rope_append(
+                qkv_TQ,
+                cos_TF,
+                sin_TF,
+                cache_PXE,
+                step.slots_T,
+                num_heads=config.num_heads,
+                num_kv_heads=config.num_kv_heads,
+                q_norm_C=layer.q_norm_C,
+                k_norm_C=layer.k_norm_C,
+                epsilon=config.rms_norm_eps,
+            )
+            q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : config.num_heads]
+            added_TD = layer.output_DH(self._attend(q_THC, cache_PXE, step).flatten(1))
+            normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
+            added_TD = layer.mlp.down_DF(kernels.swiglu(layer.mlp.gate_up_FD(normed_TD)))
+        return residual_TD if added_TD is None else residual_TD + added_TD
+
+    def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
+        """logits_NV, in the type of the weights, of rows of what a step returned. Overwrites nothing."""
+        weights = self._weights
+        assert weights.norm_D is not None, "all layers are on one device"
+        assert weights.head_WD is not None, "all layers are on one device"
+        return weights.head_WD(self._norm(None, x_ND, weights.norm_D))
+
+    def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens int32 [B] as the step's parameters ask, and their log-probabilities."""
+        return self._kernels.sample(
+            logits_BV,
+            temperature_N=step.temperature_B,
+            top_k_N=step.top_k_B,
+            top_p_N=step.top_p_B,
+            min_p_N=step.min_p_B,
+            seeds_N=step.seeds_B,
+            positions_N=step.sample_positions_B,
+        )
+
+    def _attend(self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+        kernels, kv_heads, scale = self._kernels, self.config.num_kv_heads, self.config.attention_scale
+        count, tables_BM, lengths_B = step.decodes, step.block_table_BM, step.lengths_B
+        parts = []
+        if count:
+            parts.append(
+                kernels.paged_decode(
+                    q_THC[:count], cache_PXE, tables_BM[:count], lengths_B[:count], num_kv_heads=kv_heads, scale=scale
+                )
+            )
+        if count < len(lengths_B):
+            parts.append(
+                kernels.paged_prefill(
+                    q_THC[count:],
+                    cache_PXE,
+                    tables_BM[count:],
+                    lengths_B[count:],
+                    step.prefill_starts,
+                    num_kv_heads=kv_heads,
+                    scale=scale,
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _norm(self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
+        """Adds to the residual in place."""
+        return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
+
+
+def _require_known_traits(config: ModelConfig) -> None:
+    unknown = {
+        "a mixture of experts": config.moe is not None,
+        "a sliding window": config.sliding is not None,
+        "norms of outputs": config.output_norms,
+        "scaled embeddings": config.embedding_scale != 1.0,
+        f"activation {config.activation!r}": config.activation != "silu",
+    }
+    found = [name for name, is_there in unknown.items() if is_there]
+    if found:
+        raise UnsupportedTraitError(
+            f"models of family {config.family!r} have {', '.join(found)}, which run on a processor only: "
+            "use --device cpu, or a dense Llama or Qwen"
+        )
+
+
+def _on_device(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
+    """With all plain tensors there. What made the matrices put them where they belong."""
+    layers = tuple(_moved(layer, device) for layer in weights.layers)
+    return replace(_moved(weights, device), layers=layers)
+
+
+def _moved(weights: _Weights, device: torch.device) -> _Weights:
+    tensors: dict[str, Any] = {
+        field.name: value.to(device)
+        for field in fields(weights)
+        if isinstance(value := getattr(weights, field.name), torch.Tensor)
+    }
+    return replace(weights, **tensors)

@@ -1,0 +1,120 @@
+"""Runs step plans on a CUDA device, and draws their tokens there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from megatron_runtime.engines.executor import Int32, Int64, StepPlan
+from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput, graph_sizes
+from megatron_runtime.gpu.decoder import KernelDecoder
+from megatron_runtime.gpu.step_buffers import StagedStep, StepBuffers
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import LOGIT_ROWS
+from megatron_runtime.sampling.batch import Float32
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceForwardStep:
+    """Implements ForwardStep: what is on the device comes to the host when it is asked for.
+
+    sampled_rows: the plan's rows that need a token.
+    """
+
+    sampled_rows: Int64
+    _at: Int64
+    """Where the sampled rows lie in the output."""
+    _output: StepOutput
+    _model: KernelDecoder
+    _targets: list[tuple[int, slice]]
+    """(row of the plan, its tokens in the step)"""
+
+    def draw(self) -> Int32 | None:
+        """int32 [n]: tokens of the sampled rows from the logits as the model gave them. Waits for the device."""
+        tokens: Int32 = self._output.tokens_B.cpu().numpy()[self._at]
+        return tokens
+
+    @torch.inference_mode()
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        """float32 [n, V]. which: of these sampled rows; None means all."""
+        rows = self._at if which is None else self._at[which]
+        logits_NV = self._output.logits_BV[torch.from_numpy(rows).to(self._output.logits_BV.device)]
+        found: Float32 = logits_NV.float().cpu().numpy()
+        return found
+
+    @torch.inference_mode()
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        """(row of the plan, number of the first target, float32 [at most LOGIT_ROWS, V]), for each block of targets."""
+        x_TD = self._output.x_TD
+        for row, where in self._targets:
+            assert x_TD is not None, "a step with prompts is not replayed from a graph"
+            for start in range(where.start, where.stop, LOGIT_ROWS):
+                part_ND = x_TD[start : min(start + LOGIT_ROWS, where.stop)]
+                yield row, start - where.start, self._model.logits(part_ND).float().cpu().numpy()
+
+
+class DeviceInferenceWrapper:
+    """As GPTInferenceWrapper, on a device. Steps of decodes alone are replayed from graphs.
+
+    cache_LPXE: where it lies when graphs are captured; they are made anew when it has moved.
+    graph_rows: of the largest graph; 0 captures none.
+    """
+
+    def __init__(self, model: KernelDecoder, buffers: StepBuffers, *, graph_rows: int) -> None:
+        self.model = model
+        self._buffers = buffers
+        self._graph_rows = graph_rows
+        self._graphs: DecodeGraphs | None = None
+        self._captured_with: int | None = None
+
+    @torch.inference_mode()
+    def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> DeviceForwardStep:
+        """Compute the plan's tokens; their keys and values go into the cache."""
+        rows = len(plan.query_lengths)
+        is_graphed = rows <= self._graph_rows and bool((plan.query_lengths == 1).all())
+        is_graphed = is_graphed and not plan.sampling.prompt_targets
+        if is_graphed:
+            graphs = self._graphs_of(cache_LPXE)
+            size = graphs.size_of(rows)
+            staged = self._buffers.stage(plan, decode_size=size)
+            output = graphs.replay(size)
+        else:
+            staged = self._buffers.stage(plan)
+            output = self._compute(staged, cache_LPXE)
+        return self._forward_step(plan, staged, output)
+
+    @torch.inference_mode()
+    def capture(self, cache_LPXE: torch.Tensor) -> None:
+        """Capture the graphs of all sizes now, not when each is first needed. The cache holds nothing yet."""
+        if self._graph_rows:
+            self._graphs_of(cache_LPXE).capture_all()
+
+    def _graphs_of(self, cache_LPXE: torch.Tensor) -> DecodeGraphs:
+        if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
+            self._graphs = DecodeGraphs(
+                lambda size: self._decode(size, cache_LPXE), sizes=graph_sizes(self._graph_rows)
+            )
+            self._captured_with = cache_LPXE.data_ptr()
+        return self._graphs
+
+    def _decode(self, size: int, cache_LPXE: torch.Tensor) -> StepOutput:
+        step = self._buffers.step(size, tokens=size, decodes=size)
+        logits_BV = self.model.logits(self.model(step, cache_LPXE))
+        return StepOutput(logits_BV, *self.model.sample(logits_BV, step))
+
+    def _compute(self, staged: StagedStep, cache_LPXE: torch.Tensor) -> StepOutput:
+        x_TD = self.model(staged.step, cache_LPXE)
+        last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
+        logits_BV = self.model.logits(x_TD.index_select(0, last_B))
+        return StepOutput(logits_BV, *self.model.sample(logits_BV, staged.step), x_TD=x_TD)
+
+    def _forward_step(self, plan: StepPlan, staged: StagedStep, output: StepOutput) -> DeviceForwardStep:
+        at = np.flatnonzero(plan.needs_sample[staged.rows])
+        where = {int(row): index for index, row in enumerate(staged.rows)}
+        targets = []
+        for row, tokens in plan.sampling.prompt_targets.items():
+            first = int(staged.ends[where[row]]) - int(plan.query_lengths[row])
+            targets.append((row, slice(first, first + len(tokens))))
+        return DeviceForwardStep(staged.rows[at], at, output, self.model, targets)

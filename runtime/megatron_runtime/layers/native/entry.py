@@ -1,0 +1,71 @@
+"""The one function that is compiled: what it does is its first argument."""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import carray
+
+from megatron_runtime.layers.native.entry_points import (
+    JOB,
+    LEAD,
+    LOOK_UP,
+    MAKE_SEMAPHORES,
+    POST,
+    RUN_STEP,
+    SERVE,
+    STOP,
+)
+from megatron_runtime.layers.native.ir import compiled, pointer
+from megatron_runtime.layers.native.lookup import look_up
+from megatron_runtime.layers.native.records import PRODUCT, STEP
+from megatron_runtime.layers.native.sizes import SEMAPHORE_BYTES
+from megatron_runtime.layers.native.step import run_product, run_step
+from megatron_runtime.layers.native.sync import barrier, sem_init, sem_post, wait
+
+_LEADER, _NONE = np.int64(0), np.int64(0)
+_STEP_TYPE, _PRODUCT_TYPE, _JOB_TYPE = np.dtype(STEP), np.dtype(PRODUCT), np.dtype(JOB)
+
+
+@compiled
+def _run(job, thread):
+    if job.kind == RUN_STEP:
+        step = carray(pointer(job.record), 1, dtype=_STEP_TYPE)[0]
+        run_step(step, thread)
+        barrier(step.barrier, step.threads)
+    else:
+        product = carray(pointer(job.record), 1, dtype=_PRODUCT_TYPE)[0]
+        run_product(product, thread)
+        barrier(product.barrier, product.threads)
+
+
+@compiled
+def _work(job_address, semaphore, thread, others):
+    """Thread 0 wakes the others and runs the job with them; another runs jobs until told to stop."""
+    job = carray(pointer(job_address), 1, dtype=_JOB_TYPE)[0]
+    while True:
+        if thread == 0:
+            for other in range(others):
+                sem_post(semaphore + other * SEMAPHORE_BYTES)
+        else:
+            wait(semaphore)
+        if job.kind == STOP:
+            return
+        _run(job, thread)
+        if thread == 0:
+            return
+
+
+def entry(what, a, b, c, d):
+    """Arguments by `what`: see entry_points.py."""
+    if what == LEAD:
+        _work(a, b, _LEADER, c)
+    elif what == SERVE:
+        _work(a, b, c, _NONE)
+    elif what == LOOK_UP:
+        look_up(a, b, c, d)
+    elif what == MAKE_SEMAPHORES:
+        for number in range(b):
+            sem_init(a + number * SEMAPHORE_BYTES, 0, 0)
+    elif what == POST:
+        for number in range(b):
+            sem_post(a + number * SEMAPHORE_BYTES)

@@ -1,0 +1,19 @@
+"""What the compiled function can be asked to do."""
+
+from __future__ import annotations
+
+import numpy as np
+
+LEAD, SERVE, LOOK_UP, MAKE_SEMAPHORES, POST = range(5)
+"""
+LEAD             (job, semaphores, others)     run a job as thread 0, with `others` threads that serve
+SERVE            (job, semaphore, thread)      run jobs as this thread until one is STOP
+LOOK_UP          (matrix, ids, count, y)       unpack rows of a matrix
+MAKE_SEMAPHORES  (semaphores, count)
+POST             (semaphores, count)
+"""
+
+STOP, RUN_STEP, RUN_PRODUCT = range(3)
+
+JOB = np.dtype([("kind", np.int64), ("record", np.int64)])
+"""What the threads do next: `record` is the address of a STEP or a PRODUCT."""

@@ -1,0 +1,106 @@
+"""Linears and embeddings on packed matrices, and the factory that a model's weights are made by."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import torch
+
+from megatron_runtime.layers.embedding import Embedding
+from megatron_runtime.layers.linear import DenseLinears, Linear, Weight
+from megatron_runtime.layers.native.compiled import entry
+from megatron_runtime.layers.native.entry_points import LOOK_UP
+from megatron_runtime.layers.native.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_runtime.layers.native.records import PRODUCT
+from megatron_runtime.layers.native.team import shared_team
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+class NativeLinear(Linear):
+    """y_TN = x_TK @ weight_NK.T on a packed matrix; activations are float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.outputs, matrix.inputs
+        self._record = matrix.record
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        x_TK = x_TK.to(torch.float32).contiguous()
+        count, width = x_TK.shape
+        y_TN = torch.empty(count, self.out_features)
+        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
+        counter = np.zeros(1, dtype=np.int64)
+        job = np.zeros(1, dtype=PRODUCT)
+        job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
+        job["tokens"], job["width"] = count, width
+        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
+        shared_team().run_product(job)
+        return y_TN
+
+    def dense(self) -> torch.Tensor:
+        """weight_NK in float32, as it was rounded."""
+        return _rows(self.matrix, torch.arange(self.out_features))
+
+
+class NativeEmbedding(Embedding):
+    """x_TD of a packed table, float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.num_rows = matrix.outputs
+        self.matrix = matrix
+
+    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return _rows(self.matrix, ids_T)
+
+    def dense(self) -> torch.Tensor:
+        return _rows(self.matrix, torch.arange(self.num_rows))
+
+
+def _rows(matrix: PackedMatrix, ids_T: torch.Tensor) -> torch.Tensor:
+    y_TK = np.empty((len(ids_T), matrix.inputs), dtype=np.float32)
+    ids, record = ids_T.to(torch.int64).numpy(), matrix.record
+    entry()(LOOK_UP, record.ctypes.data, ids.ctypes.data, len(ids), y_TK.ctypes.data)
+    return torch.from_numpy(y_TK)
+
+
+class NativeLinears:
+    """Implements LinearFactory. A matrix of a size that cannot be packed stays dense.
+
+    format: of dense weights; quantised ones are taken as they are where the format is an integer one.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self.quantized_kinds = QUANTIZED_KINDS if format in ("int4", "int8") else frozenset[int]()
+        self._dense = DenseLinears(self.dtype)
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        if fits(*weight_NK.shape):
+            return NativeLinear(pack(weight_NK, self._format))
+        return self._dense.linear(_dense(weight_NK))
+
+    def embedding(self, weight_VD: Weight) -> Embedding:
+        return (
+            NativeEmbedding(pack(weight_VD, self._table_format))
+            if fits(*weight_VD.shape)
+            else self._dense.embedding(_dense(weight_VD))
+        )
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        if not fits(*weight_VD.shape):
+            return self._dense.tied(_dense(weight_VD))
+        matrix = pack(weight_VD, self._table_format)
+        return NativeEmbedding(matrix), NativeLinear(matrix)
+
+    @property
+    def _table_format(self) -> Format:
+        """Embeddings are not spread as evenly as other weights: four bits are too few."""
+        return "int8" if self._format == "int4" else self._format
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

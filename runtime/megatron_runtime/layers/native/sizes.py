@@ -1,0 +1,47 @@
+"""Sizes that compiled code and its callers agree on. No numba: who only calls needs none."""
+
+from __future__ import annotations
+
+from megatron_runtime.layers.native.records import BFLOAT16, FLOAT32, INT4
+
+BLOCK = 32
+"""Inputs of a block of an integer format."""
+INT4_BLOCK_BYTES = 160
+INT8_BLOCK_BYTES = 272
+"""Of eight outputs."""
+UNIT = 16
+"""Outputs of a piece of a matrix: one panel of floats, two of integers."""
+MOST_ROWS = 6
+"""Of a float tile: 6 x 2 accumulators, 2 weights and one activation fill 15 of 16 registers."""
+MOST_INTEGER_ROWS = 4
+"""Of an integer tile: 8 registers hold a block of weights."""
+PRIVATE_ROWS = 4
+"""Up to so many rows every thread prepares the inputs of a product for itself: cheaper than a barrier."""
+QUERY_BLOCK = 48
+"""Tokens of a prompt that share one gathering of the keys."""
+PIECES = 8
+"""Pieces of a product for each thread."""
+PHASES_PER_LAYER = 5
+"""Phases of a layer that draw tickets."""
+SEMAPHORE_BYTES = 64
+"""sem_t has 32 bytes on 64-bit Linux; a cache line of its own keeps its neighbours quiet."""
+_ROW_BYTES = 1 << 18
+"""Activations that stay in a processor's second cache while all panels of a piece pass over them."""
+
+
+def block_rows(form: int, inputs: int) -> int:
+    """Rows that are kept in the cache while panels pass over them: a multiple of both tiles' rows."""
+    size = inputs * 4 if form == FLOAT32 or form == BFLOAT16 else inputs
+    return max(24, _ROW_BYTES // size // 24 * 24)
+
+
+def least_scratch(context: int, *, group: int, head_dim: int, inputs: int, has_prompts: bool) -> int:
+    """Floats that each thread needs at the side of a step.
+
+    context: tokens of the longest sequence, a multiple of 16. group: query heads that share a key-value head.
+    inputs: of the gated product.
+    """
+    gated = 2 * UNIT * block_rows(INT4, inputs)
+    scores = (max(group, MOST_ROWS) + 1) * context
+    gathered = 2 * context * head_dim if has_prompts else 0
+    return max(gated, scores + gathered)

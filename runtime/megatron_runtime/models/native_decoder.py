@@ -1,0 +1,173 @@
+"""A decoder whose steps run compiled, from the plan of a step to logits."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_runtime.layers.native.linear import NativeLinear
+from megatron_runtime.layers.native.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
+from megatron_runtime.layers.native.sizes import PHASES_PER_LAYER, PRIVATE_ROWS, QUERY_BLOCK, UNIT, least_scratch
+from megatron_runtime.layers.native.step_buffers import Buffers
+from megatron_runtime.layers.native.team import shared_team
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
+
+if TYPE_CHECKING:
+    from megatron_runtime.engines.executor import StepPlan
+
+Float32 = npt.NDArray[np.float32]
+
+
+def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
+    """Whether every matrix is packed, and every size is one that the compiled step takes."""
+    head_dim = config.head_dim
+    linears = [weights.head_WD]
+    for layer in weights.layers:
+        if not isinstance(layer.mlp, FeedForward):
+            return False
+        linears += [layer.qkv_QD, layer.output_DH, layer.mlp.gate_up_FD, layer.mlp.down_DF]
+    is_packed = all(isinstance(linear, NativeLinear) for linear in linears)
+    return is_packed and weights.embedding is not None and head_dim % 16 == 0 and config.intermediate_size % UNIT == 0
+
+
+class NativeDecoder(DecoderModel):
+    """The decoder of all of a model on one rank."""
+
+    def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        super().__init__(config, weights)
+        self._team = shared_team()
+        self._buffers = Buffers()
+        self._kept: list[torch.Tensor] = []
+        self._layers = np.array([self._layer(number) for number in range(config.num_layers)], dtype=LAYER)
+        linears: list[Any] = []
+        for layer in weights.layers:
+            assert isinstance(layer.mlp, FeedForward)
+            linears += [layer.qkv_QD, layer.output_DH, layer.mlp.gate_up_FD, layer.mlp.down_DF]
+        self._matrices = np.concatenate([linear.matrix.record for linear in (*linears, weights.head_WD)], dtype=MATRIX)
+        self._counters = np.zeros(config.num_layers * PHASES_PER_LAYER + 1, dtype=np.int64)
+        self._step = np.zeros(1, dtype=STEP)
+        self._turns: dict[str, npt.NDArray[np.float32]] = {}
+        self._set_constants()
+
+    def run_plan(
+        self, plan: StepPlan, cache_LPXE: torch.Tensor, logit_rows_N: npt.NDArray[np.int64]
+    ) -> tuple[torch.Tensor, Float32]:
+        """Compute the plan's tokens, in its order; their keys and values go into the cache.
+
+        Returns x_TD, hidden states after the last layer, and float32 [N, V], logits after the tokens asked for, which
+        the next step overwrites.
+        """
+        step, buffers = self._step, self._buffers
+        tokens, config = len(plan.token_ids), self.config
+        x_TD = self.embed(torch.from_numpy(plan.token_ids))
+        logits_NV = buffers.floats("logits", len(logit_rows_N), config.vocab_size)
+        counts, lengths = plan.query_lengths.astype(np.int64), plan.context_lengths.astype(np.int64)
+        items = _items(counts, lengths, config.num_kv_heads)
+        arrays: dict[str, npt.NDArray[Any]] = {
+            "x": x_TD.numpy(),
+            "logits": logits_NV,
+            "items": items,
+            "positions": plan.positions.astype(np.int64),
+            "slots": plan.slot_mapping,
+            "sequence_starts": counts.cumsum() - counts,
+            "sequence_lengths": lengths,
+            "sequence_counts": counts,
+            "block_tables": np.ascontiguousarray(plan.block_tables, dtype=np.int32),
+            "logit_rows": logit_rows_N,
+        }
+        arrays |= self._room(tokens, len(logit_rows_N), int(lengths.max()), has_prompts=bool((counts > 1).any()))
+        arrays |= self._turns_of(int(plan.positions.max()) + 1)
+        for name, array in arrays.items():
+            step[name] = array.ctypes.data
+        step["block_table_stride"] = arrays["block_tables"].strides[0]
+        step["tokens"], step["num_items"], step["num_logits"] = tokens, len(items), len(logit_rows_N)
+        size = cache_LPXE.element_size()
+        step["cache"], step["page_size"] = cache_LPXE.data_ptr(), cache_LPXE.shape[2]
+        step["layer_stride"], step["row_stride"] = cache_LPXE.stride(0) * size, cache_LPXE.stride(2) * size
+        step["is_bfloat16"] = cache_LPXE.dtype is torch.bfloat16
+        self._counters[:] = 0
+        self._team.run_step(step)
+        return x_TD, logits_NV
+
+    def _room(self, tokens: int, logits: int, context: int, *, has_prompts: bool) -> dict[str, npt.NDArray[Any]]:
+        """Memory for what is in between, for the step's size."""
+        config, floats, step = self.config, self._buffers.floats, self._step
+        query = config.num_heads * config.head_dim
+        width = max(config.hidden_size, query, config.intermediate_size)
+        context = -(-context // UNIT) * UNIT
+        group = config.num_heads // config.num_kv_heads
+        scratch = least_scratch(
+            context, group=group, head_dim=config.head_dim, inputs=config.hidden_size, has_prompts=has_prompts
+        )
+        # A row of inputs: floats, bytes, and a scale and a sum of each 32.
+        row = width + width // 4 + width // 16
+        rows = max(tokens, logits)
+        threads = self._team.threads
+        step["width"], step["context"] = width, context
+        step["thread_inputs_stride"], step["scratch_stride"] = PRIVATE_ROWS * row * 4, scratch * 4
+        return {
+            "qkv": floats("qkv", tokens, query + 2 * config.num_kv_heads * config.head_dim),
+            "attended": floats("attended", tokens, query),
+            "gated": floats("gated", tokens, config.intermediate_size),
+            "added": floats("added", rows, config.hidden_size),
+            "shared_inputs": floats("shared_inputs", rows, row),
+            "thread_inputs": floats("thread_inputs", threads, PRIVATE_ROWS, row),
+            "scratch": floats("scratch", threads, scratch),
+        }
+
+    def _turns_of(self, positions: int) -> dict[str, npt.NDArray[np.float32]]:
+        """cos and sin of all positions below, made for twice as many when there are more than ever before."""
+        if not self._turns or len(self._turns["cos"]) < positions:
+            at = torch.arange(max(1024, 2 * positions)).float()[:, None]
+            for prefix, frequencies in (("", self._frequencies), ("local_", self._local_frequencies)):
+                angles = at * frequencies
+                self._turns[f"{prefix}cos"] = angles.cos().numpy()
+                self._turns[f"{prefix}sin"] = angles.sin().numpy()
+        return self._turns
+
+    def _set_constants(self) -> None:
+        config, step = self.config, self._step
+        step["counters"] = self._counters.ctypes.data
+        step["num_layers"], step["layers"] = config.num_layers, self._layers.ctypes.data
+        step["matrices"] = self._matrices.ctypes.data
+        step["hidden"], step["heads"], step["kv_heads"] = config.hidden_size, config.num_heads, config.num_kv_heads
+        step["head_dim"], step["feed_forward"] = config.head_dim, config.intermediate_size
+        step["activation"] = SILU if config.activation == "silu" else GELU_TANH
+        step["window"] = config.sliding.window if config.sliding is not None else 0
+        step["norm"] = self._address(self.weights.norm_D)
+        step["epsilon"], step["scale"] = config.rms_norm_eps, config.attention_scale
+
+    def _layer(self, number: int) -> tuple[int, ...]:
+        layer = self.weights.layers[number]
+        return (
+            int(self.config.is_local(number)),
+            self._address(layer.attention_norm_D),
+            self._address(layer.qkv_bias_Q),
+            self._address(layer.q_norm_C),
+            self._address(layer.k_norm_C),
+            self._address(layer.attention_output_norm_D),
+            self._address(layer.mlp_norm_D),
+            self._address(layer.mlp_output_norm_D),
+        )
+
+    def _address(self, weight: torch.Tensor | None) -> int:
+        if weight is None:
+            return 0
+        self._kept.append(weight.float().contiguous())
+        return self._kept[-1].data_ptr()
+
+
+def _items(counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], kv_heads: int) -> npt.NDArray[Any]:
+    """Pieces of attention, the largest first."""
+    pieces = [
+        (sequence, head, first, min(QUERY_BLOCK, count - first), length * min(QUERY_BLOCK, count - first))
+        for sequence, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True))
+        for first in range(0, count, QUERY_BLOCK)
+        for head in range(kv_heads)
+    ]
+    pieces.sort(key=lambda piece: -piece[4])
+    return np.array([piece[:4] for piece in pieces], dtype=ITEM)

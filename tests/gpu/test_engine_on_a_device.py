@@ -1,0 +1,22 @@
+"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the processor."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_engine import answers, engine_on
+
+from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.engines.device import Processor
+from megatron_runtime.gpu.device import CudaDevice
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+
+@pytest.mark.parametrize("mode", list(KVCacheManagementMode))
+@pytest.mark.parametrize("graph_rows", [0, 3, 4])
+def test_answers_are_those_of_the_processor(mode, graph_rows):
+    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=graph_rows)
+    expected = answers(engine_on(Processor(), mode))
+    assert answers(engine_on(device, mode)) == expected
+    assert answers(engine_on(device, mode), suspend_after=6) == expected

@@ -1,0 +1,81 @@
+"""An engine of a small random model, on any device, and answers of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import torch
+
+from bench.random_model import LLAMA_8B, RandomCheckpoint
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engines.device import Device
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.loading.source import ModelInMemory
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+
+CPU = torch.device("cpu")
+SMALL = replace(
+    LLAMA_8B,
+    vocab_size=128,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=16,
+)
+PROMPTS = [list(range(1, 40)), list(range(1, 40)), [7], list(range(60, 90))]
+
+
+def engine_on(device: Device, mode: KVCacheManagementMode) -> DynamicInferenceEngine:
+    config = InferenceConfig(
+        max_requests=4,
+        max_tokens=48,
+        max_sequence_length=96,
+        enable_prefix_caching=True,
+        enable_chunked_prefill=True,
+        block_size_tokens=16,
+        kv_cache_management_mode=mode,
+    )
+    executor = TorchExecutor(
+        ModelInMemory(RandomCheckpoint(SMALL, torch.float32, CPU), name="random weights"),
+        TextGenerationController(None, _no_tokenizer),
+        dtype="float32",
+        kv_cache_memory=1 << 20,
+        max_sequence_length=96,
+        device=device,
+    )
+    executor.load()
+    return DynamicInferenceEngine(executor, config)
+
+
+def answers(engine: DynamicInferenceEngine, *, suspend_after: int | None = None) -> dict[int, list[int]]:
+    nothing = np.empty(0, dtype=np.int32)
+    for number, prompt in enumerate(PROMPTS):
+        params = SamplingParams(
+            temperature=0.0 if number % 2 else 0.9,
+            top_k=1 if number % 2 else 20,
+            num_tokens_to_generate=12,
+            termination_id=IGNORE_EOS,
+            presence_penalty=0.5 if number == 3 else 0.0,
+        )
+        engine.add_request(EngineRequest(number, np.array(prompt, dtype=np.int32), nothing, params, seed=number))
+    found: dict[int, list[int]] = {number: [] for number in range(len(PROMPTS))}
+    steps = 0
+    while engine.has_work:
+        for output in engine.step():
+            found[output.request_id] += output.new_tokens
+        steps += 1
+        if steps == suspend_after:
+            engine.suspend()
+            engine.resume()
+    engine.check_integrity()
+    return found
+
+
+def _no_tokenizer():
+    raise AssertionError("prompts are token ids here")

@@ -1,0 +1,42 @@
+"""The whole engine on the forward pass for a GPU, on a processor with torch's references: scheduling, prefix cache,
+sampling on the "device", suspend and resume. And the benchmark's cases, in small."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_engine import CPU, SMALL, answers, engine_on
+
+from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
+from bench.gpu_kernels import Ceilings
+from megatron_runtime.config import KVCacheManagementMode
+from megatron_runtime.engines.device import Processor
+from megatron_runtime.gpu.device import CudaDevice
+
+
+@pytest.mark.parametrize("mode", list(KVCacheManagementMode))
+def test_answers_are_those_of_the_processor(mode):
+    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
+    expected = answers(engine_on(Processor(), mode))
+    assert all(len(tokens) == 12 for tokens in expected.values())
+    assert answers(engine_on(device, mode)) == expected
+    assert answers(engine_on(device, mode), suspend_after=6) == expected
+
+
+def test_the_benchmark_measures_the_engine():
+    options = Options(
+        batch=(1, 3), prompt_tokens=20, new_tokens=6, prefill_tokens=40, dtype=torch.float32, device=CPU, config=SMALL
+    )
+    ours = measure(our_engine(options), options)
+    assert {cell: len(runs) for cell, runs in ours.items()} == {
+        "decode b1": RUNS,
+        "decode b3": RUNS,
+        "prefill 40": RUNS,
+    }
+    peers = {cell: [2 * tokens for tokens in runs] for cell, runs in ours.items()}
+    rows = rows_of(ours, peers, bounds(options, Ceilings(1e9, 1e9)))
+    assert [row.cell for row in rows] == ["decode b1", "decode b3", "prefill 40"]
+    for row in rows:
+        assert row.ours > 0
+        assert row.ratio == 0.5
+        assert row.percent_of_bound > 0

@@ -1,0 +1,186 @@
+"""The forward pass for a GPU, run on the processor by torch's references and by Triton's interpreter, computes what the
+processor's own computes: same weights, same step plans, same logits, same tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_kernels.registry import Backend, KernelConfig, select_kernels
+from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.gpu.decode_graphs import graph_sizes
+from megatron_runtime.gpu.decoder import KernelDecoder, UnsupportedTraitError
+from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
+from megatron_runtime.gpu.step_buffers import StepBuffers
+from megatron_runtime.layers.embedding import Embedding
+from megatron_runtime.layers.linear import Linear
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+
+PAGE = 16
+CPU = torch.device("cpu")
+LLAMA = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=48,
+    intermediate_size=80,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    max_position_embeddings=256,
+    tie_embeddings=False,
+    eos_token_ids=(0,),
+)
+QWEN = replace(LLAMA, family="qwen3", qkv_bias=True, qk_norm=True)
+TABLES = np.array([[4, 1, 7], [2, 6, 0], [3, 5, 0]], dtype=np.int32)
+"""Pages of three sequences."""
+
+
+def random_weights(config: ModelConfig) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(7)
+
+    def matrix(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=generator) * columns**-0.5
+
+    def norm(size: int) -> torch.Tensor:
+        return 1 + 0.1 * torch.randn(size, generator=generator)
+
+    heads = config.num_heads * config.head_dim
+    width = heads + 2 * config.num_kv_heads * config.head_dim
+    layers = [
+        LayerWeights(
+            attention_norm_D=norm(config.hidden_size),
+            qkv_QD=Linear(matrix(width, config.hidden_size)),
+            qkv_bias_Q=matrix(1, width)[0] if config.qkv_bias else None,
+            q_norm_C=norm(config.head_dim) if config.qk_norm else None,
+            k_norm_C=norm(config.head_dim) if config.qk_norm else None,
+            output_DH=Linear(matrix(config.hidden_size, heads)),
+            mlp_norm_D=norm(config.hidden_size),
+            mlp=FeedForward(
+                gate_up_FD=Linear(matrix(2 * config.intermediate_size, config.hidden_size)),
+                down_DF=Linear(matrix(config.hidden_size, config.intermediate_size)),
+            ),
+        )
+        for _ in range(config.num_layers)
+    ]
+    return DecoderWeights(
+        embedding=Embedding(matrix(config.vocab_size, config.hidden_size), torch.float32),
+        layers=tuple(layers),
+        norm_D=norm(config.hidden_size),
+        head_WD=Linear(4 * matrix(config.vocab_size, config.hidden_size)),
+    )
+
+
+def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int, ...] = ()) -> StepPlan:
+    """A step in which the sequences have `cached` tokens and compute `new` more. targets: rows that want the
+    log-probabilities of their prompt."""
+    random = np.random.default_rng(step)
+    positions = np.concatenate([np.arange(c, c + n) for c, n in zip(cached, new, strict=True)]).astype(np.int32)
+    rows = np.repeat(np.arange(len(new)), new)
+    log_probs = np.array([NO_LOG_PROBS, 0, 2], dtype=np.int32)
+    return StepPlan(
+        token_ids=random.integers(0, LLAMA.vocab_size, len(positions)).astype(np.int32),
+        positions=positions,
+        query_lengths=np.array(new, dtype=np.int32),
+        context_lengths=np.add(cached, new).astype(np.int32),
+        block_tables=TABLES[: len(new)],
+        slot_mapping=TABLES[rows, positions // PAGE].astype(np.int64) * PAGE + positions % PAGE,
+        needs_sample=np.array([True, step % 2 == 0, True]),
+        sampling=SamplingBatch(
+            temperature=np.array([0.8, 0.0, 0.7], dtype=np.float32),
+            top_k=np.array([20, 0, 0], dtype=np.int32),
+            top_p=np.array([0.9, 0.0, 0.0], dtype=np.float32),
+            min_p=np.array([0.01, 0.0, 0.0], dtype=np.float32),
+            seeds=np.array([2**64 - 5, 1, 17], dtype=np.uint64),
+            positions=np.array([step, step, step], dtype=np.int64),
+            num_log_probs=log_probs,
+            prompt_targets={row: random.integers(0, 96, new[row] - 1).astype(np.int32) for row in targets},
+        ),
+    )
+
+
+# Prompts; a token each, over the end of a page; a prompt before a decode in the plan; more of two prompts.
+STEPS = (
+    plan_of([0, 0, 0], [15, 7, 20], step=0, targets=(1,)),
+    plan_of([15, 7, 20], [1, 1, 1], step=1),
+    plan_of([16, 8, 21], [3, 1, 1], step=2),
+    plan_of([19, 9, 22], [1, 20, 5], step=3, targets=(1, 2)),
+)
+
+
+@pytest.mark.parametrize(("config", "backend"), [(LLAMA, Backend.TORCH), (QWEN, Backend.TRITON)])
+def test_every_kind_of_step(config, backend):
+    weights = random_weights(config)
+    kernels = select_kernels(KernelConfig(**dict.fromkeys(KernelConfig.__dataclass_fields__, backend)), CPU)
+    buffers = StepBuffers(max_tokens=64, max_rows=4, max_pages=3, device=CPU)
+    model = KernelDecoder(config, weights, kernels, device=CPU, max_length=48)
+    ours = TextGenerationController(DeviceInferenceWrapper(model, buffers, graph_rows=0), _no_tokenizer)
+    theirs = TextGenerationController(
+        GPTInferenceWrapper(DecoderModel(config, weights), page_size=PAGE, dtype=torch.float32), _no_tokenizer
+    )
+    shape = (config.num_layers, 8, PAGE, 2 * config.num_kv_heads * config.head_dim)
+    our_cache, their_cache = torch.zeros(shape), torch.zeros(shape)
+    for plan in STEPS:
+        actual, expected = ours.generate_step(plan, our_cache), theirs.generate_step(plan, their_cache)
+        torch.testing.assert_close(our_cache, their_cache, rtol=1e-4, atol=1e-4)
+        assert actual.tokens.tolist() == expected.tokens.tolist()
+        for name in ("log_probs", "prompt_log_probs"):
+            our_lines, their_lines = getattr(actual, name), getattr(expected, name)
+            assert our_lines.keys() == their_lines.keys()
+            for row in their_lines:
+                np.testing.assert_allclose(our_lines[row].chosen_N, their_lines[row].chosen_N, rtol=1e-3, atol=1e-3)
+
+
+def test_padding_changes_nothing():
+    """A step of decodes padded to a graph's size has the same tokens, and writes only its own slots."""
+    kernels = select_kernels(KernelConfig(), CPU)
+    buffers = StepBuffers(max_tokens=64, max_rows=8, max_pages=3, device=CPU)
+    model = KernelDecoder(LLAMA, random_weights(LLAMA), kernels, device=CPU, max_length=48)
+    shape = (LLAMA.num_layers, 8, PAGE, 2 * LLAMA.num_kv_heads * LLAMA.head_dim)
+    plan, found = STEPS[1], []
+    for size in (None, 8):
+        cache = torch.zeros(shape)
+        staged = buffers.stage(plan, decode_size=size)
+        logits_BV = model.logits(model(staged.step, cache))
+        found.append((model.sample(logits_BV, staged.step)[0][:3].tolist(), cache))
+        # What a larger step leaves in the buffers must not show in a smaller one.
+        buffers.stage(STEPS[3])
+    assert found[0][0] == found[1][0]
+    torch.testing.assert_close(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("trait", "name"),
+    [
+        ({"moe": MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize=True)}, "mixture"),
+        ({"sliding": SlidingWindow(window=8, is_local=(True, False))}, "sliding window"),
+        ({"output_norms": True, "activation": "gelu_tanh"}, "gelu_tanh"),
+    ],
+)
+def test_traits_without_a_kernel_are_refused_by_name(trait, name):
+    kernels = select_kernels(KernelConfig(), CPU)
+    with pytest.raises(UnsupportedTraitError, match=name):
+        KernelDecoder(replace(LLAMA, **trait), random_weights(LLAMA), kernels, device=CPU, max_length=48)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8, 100, 256, 500])
+def test_graphs_cover_every_batch_with_little_padding(rows):
+    sizes = graph_sizes(rows)
+    assert sizes[-1] == rows
+    assert list(sizes) == sorted(set(sizes))
+    for batch in range(1, rows + 1):
+        padded = min(size for size in sizes if size >= batch)
+        assert padded - batch <= max(8, batch / 8 + 1)
+
+
+def _no_tokenizer():
+    raise AssertionError("a step needs no text")
