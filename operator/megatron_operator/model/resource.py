@@ -270,8 +270,18 @@ class CoordinatorSpec(ApiModel):
     )
 
 
+class TlsSpec(ApiModel):
+    secret_name: Name = Field(
+        description="Secret of type kubernetes.io/tls in the resource's namespace. A renewed certificate is taken up "
+        "without a restart."
+    )
+
+
 class ServerSpec(ApiModel):
     replicas: int = Field(default=1, ge=1, le=100, description="OpenAI front ends.")
+    tls: TlsSpec | None = Field(
+        default=None, description="Serve HTTPS, on port 443 of the Service; plain HTTP on port 80 when absent."
+    )
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None, description="File of accepted API keys, one a line; every request needs one when set."
     )

@@ -77,7 +77,8 @@ class RenderContext:
     @property
     def endpoint(self) -> str:
         """Base URL of the OpenAI API inside the cluster."""
-        return f"http://{self.name}.{self.namespace}.svc/v1"
+        scheme = "http" if self.spec.server.tls is None else "https"
+        return f"{scheme}://{self.name}.{self.namespace}.svc/v1"
 
     def coordinator_address(self, port: int) -> str:
         return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"

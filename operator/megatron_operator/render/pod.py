@@ -95,8 +95,9 @@ def keys_args(ctx: RenderContext) -> list[str]:
     return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
 
 
-def http_probe(path: str, port: int = PORT_HEALTH, **timing: int) -> dict[str, Any]:
-    return {"httpGet": {"path": path, "port": port}, "timeoutSeconds": 3, **timing}
+def http_probe(path: str, port: int = PORT_HEALTH, *, scheme: str = "http", **timing: int) -> dict[str, Any]:
+    target = {"path": path, "port": port, **({"scheme": "HTTPS"} if scheme == "https" else {})}
+    return {"httpGet": target, "timeoutSeconds": 3, **timing}
 
 
 def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:

@@ -26,6 +26,7 @@ from megatron_operator.render.pod import anti_affinity, http_probe, keys_args, p
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
+TLS_DIR = "/etc/megatron/tls"
 
 
 def server_args(ctx: RenderContext) -> list[str]:
@@ -43,6 +44,8 @@ def server_args(ctx: RenderContext) -> list[str]:
     ]
     if server.api_keys_secret_ref is not None:
         args += ["--api-keys-file", f"{API_KEYS_DIR}/keys"]
+    if server.tls is not None:
+        args += ["--tls-certificate-file", f"{TLS_DIR}/tls.crt", "--tls-key-file", f"{TLS_DIR}/tls.key"]
     if server.tool_call_parser is not None:
         args += ["--tool-call-parser", server.tool_call_parser.value]
     return args
@@ -56,15 +59,20 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         secret = {"secretName": ref.name, "defaultMode": 0o440, "items": [{"key": ref.key, "path": "keys"}]}
         volumes = (*volumes, {"name": "api-keys", "secret": secret})
         mounts = (*mounts, {"name": "api-keys", "mountPath": API_KEYS_DIR, "readOnly": True})
+    if server.tls is not None:
+        secret = {"secretName": server.tls.secret_name, "defaultMode": 0o440}
+        volumes = (*volumes, {"name": "tls", "secret": secret})
+        mounts = (*mounts, {"name": "tls", "mountPath": TLS_DIR, "readOnly": True})
+    scheme = "https" if server.tls is not None else "http"
     container = {
         "name": SERVER,
         "args": server_args(ctx),
         "env": model_env(ctx),
-        "ports": [{"name": "http", "containerPort": PORT_HTTP}],
+        "ports": [{"name": scheme, "containerPort": PORT_HTTP}],
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
-        "startupProbe": http_probe("/livez", PORT_HTTP, periodSeconds=1, failureThreshold=300),
-        "readinessProbe": http_probe("/readyz", PORT_HTTP, periodSeconds=2, failureThreshold=2),
-        "livenessProbe": http_probe("/livez", PORT_HTTP, periodSeconds=10, failureThreshold=6),
+        "startupProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=1, failureThreshold=300),
+        "readinessProbe": http_probe("/readyz", PORT_HTTP, scheme=scheme, periodSeconds=2, failureThreshold=2),
+        "livenessProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=10, failureThreshold=6),
     }
     template = pod_template(
         ctx,

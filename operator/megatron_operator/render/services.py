@@ -22,9 +22,10 @@ from megatron_operator.render.context import (
 
 
 def front_service(ctx: RenderContext) -> Manifest:
+    scheme, port = ("https", 443) if ctx.spec.server.tls is not None else ("http", 80)
     spec = {
         "selector": selector(ctx, SERVER),
-        "ports": [{"name": "http", "port": 80, "targetPort": PORT_HTTP, "appProtocol": "http"}],
+        "ports": [{"name": scheme, "port": port, "targetPort": PORT_HTTP, "appProtocol": scheme}],
     }
     return seal(child(ctx, "Service", ctx.name, component=SERVER, spec=spec))
 

@@ -19,6 +19,8 @@ from megatron_runtime.cli.options import (
     tool_call_parser,
 )
 
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
 
 @click.command()
 @click.option("--coordinator", type=Address(), required=True, help="The coordinator's client port.")
@@ -28,6 +30,8 @@ from megatron_runtime.cli.options import (
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
 @click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
+@click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
+@click.option("--tls-key-file", type=FILE, help="Its key, in PEM.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
 @tool_call_parser
 @click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
@@ -49,6 +53,8 @@ from megatron_runtime.cli.options import (
 @readable_errors
 def command(*, keys_dir: Path | None, listen_fd: int | None, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
+    if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
+        raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
     from megatron_runtime.text_generation_server.run import run
     from megatron_runtime.text_generation_server.settings import ServerSettings
 

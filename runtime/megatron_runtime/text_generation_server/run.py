@@ -16,6 +16,7 @@ from megatron_runtime.text_generation_server.app import create_app
 from megatron_runtime.text_generation_server.listener import listen
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.text_generation_server.tls import Certificate
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import PeerKeys
@@ -97,6 +98,10 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     app = create_app(settings, backend=client, tokenizer=tokenizer)
     service: Service = app.state.service
     http = http_server(app)
+    certificate = _certificate(settings)
+    if certificate is not None:
+        http.config.load()
+        http.config.ssl = certificate.context
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -110,6 +115,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     await client.start(connect_timeout_seconds=0)  # readiness says when it is connected
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
+    renewing = asyncio.create_task(certificate.watch()) if certificate is not None else None
     try:
         await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
         if not serving.done():
@@ -117,4 +123,12 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         await serving
     finally:
         stopping.cancel()
+        if renewing is not None:
+            renewing.cancel()
         client.stop()
+
+
+def _certificate(settings: ServerSettings) -> Certificate | None:
+    if settings.tls_certificate_file is None or settings.tls_key_file is None:
+        return None
+    return Certificate(settings.tls_certificate_file, settings.tls_key_file)

@@ -16,6 +16,7 @@ class ServerSettings:
     model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
+    tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
     tool_call_parser:   how the model writes tool calls: a name of `tools.PARSERS`, "auto" for what its chat template
                         says, "none" to offer no tools.
@@ -36,6 +37,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     keys_dir: Path | None = None
+    tls_certificate_file: Path | None = None
+    tls_key_file: Path | None = None
     api_keys_file: Path | None = None
     tool_call_parser: str = "auto"
     max_sequence_length: int | None = None

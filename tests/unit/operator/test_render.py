@@ -252,3 +252,20 @@ def test_a_preview_of_other_weights_restarts_nothing() -> None:
     found = preview(old, new)
     assert found.changes == ()
     assert found.steps == ("give every engine weights 7 in place, under the next epoch",)
+
+
+def test_tls_moves_the_front_door_its_probes_and_its_address_to_https() -> None:
+    ctx = _context(server={"tls": {"secretName": "front-cert"}})
+    by_name = {(child["kind"], child["metadata"]["name"]): child for child in all_children(ctx)}
+    (port,) = by_name["Service", "demo"]["spec"]["ports"]
+    assert (port["name"], port["port"], port["appProtocol"]) == ("https", 443, "https")
+    pod = by_name["Deployment", "demo-server"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert container["ports"] == [{"name": "https", "containerPort": 8000}]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    args = container["args"]
+    assert args[args.index("--tls-certificate-file") + 1] == "/etc/megatron/tls/tls.crt"
+    assert {"name": "tls", "secret": {"secretName": "front-cert", "defaultMode": 0o440}} in pod["volumes"]
+    assert {"name": "tls", "mountPath": "/etc/megatron/tls", "readOnly": True} in container["volumeMounts"]
+    assert ctx.endpoint == "https://demo.default.svc/v1"
