@@ -37,6 +37,7 @@ async def on_a_loop(use_coordinator: bool) -> list[list[DynamicInferenceRequest]
         return [await llm.generate(PROMPTS, params) for params in PARAMS]
 
 
+@pytest.mark.long
 def test_all_modes_give_the_same_tokens_and_log_probs() -> None:
     expected, *others = (
         blocking(False),

@@ -63,6 +63,7 @@ def finish(process: subprocess.Popen[str]) -> str:
     return output
 
 
+@pytest.mark.long
 def test_offline_sync(start: Start) -> None:
     output = finish(start("offline_sync.py", "--new-tokens", "4"))
     assert "The capital of France is| Paris" in output

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator
+from bisect import bisect_right
+from collections.abc import AsyncIterator, Iterator
+from itertools import accumulate
 from typing import Any
 
 from megatron_runtime.sampling_params import SamplingParams
@@ -90,11 +92,12 @@ class ScriptedBackend:
         try:
             tokens, text, reason = self._script(params)
             sent, details = 0, self._prompt_details(prompt, params)
+            releasable_after = self._releasable(tokens, params)
             for done in range(1, len(tokens) + 1):
                 if done > self.free_tokens:
                     await self.gate.wait()
                 await asyncio.sleep(0)
-                releasable = self._releasable(tokens[:done], params)
+                releasable = releasable_after[done]
                 if releasable > sent and done < len(tokens):
                     yield {"partial": {**self._partial(tokens, sent, releasable, params), **details}}
                     sent, details = releasable, {}
@@ -146,31 +149,33 @@ class ScriptedBackend:
                 break
         stops = params.stop_words or ()
         hold = max(map(len, stops), default=1) - 1
-        before = 0
-        for count in range(1, len(tokens) + 1 if stops else 0):
-            text = self._text(tokens[:count])
+        text = ""
+        for count, further in enumerate(self._texts(tokens) if stops else (), start=1):
+            before, text = len(text), text + further
             found = [(at, stop) for stop in stops if (at := text.find(stop, max(0, before - hold))) >= 0]
             if found and count >= params.min_tokens:
                 at, stop = min(found)
                 end = at + len(stop) if params.detokenize_stop_sequence else at
                 return tokens[:count], text[:end], "stop"
-            before = len(text)
         limit = params.num_tokens_to_generate
         if limit is not None and len(tokens) > limit:
             return tokens[:limit], None, "length"
         return tokens, None, reason
 
-    def _releasable(self, tokens: list[int], params: SamplingParams) -> int:
+    def _releasable(self, tokens: list[int], params: SamplingParams) -> list[int]:
+        """After so many tokens: how many of them are no part of what may become a stop text."""
         hold = max((len(stop) for stop in params.stop_words or ()), default=1) - 1
-        limit = len(self._text(tokens)) - hold
-        count = len(tokens)
-        while hold and count and len(self._text(tokens[:count])) > limit:
-            count -= 1
-        return count
+        if not hold:
+            return list(range(len(tokens) + 1))
+        ends = list(accumulate((len(text) for text in self._texts(tokens)), initial=0))
+        return [
+            bisect_right(ends, end - hold, hi=count + 1) - 1 if end >= hold else 0 for count, end in enumerate(ends)
+        ]
 
-    def _text(self, tokens: list[int]) -> str:
-        """Their text without a character that is not complete, as an engine sees it."""
-        return self._tokenizer.detokenizer().feed(tokens)
+    def _texts(self, tokens: list[int]) -> Iterator[str]:
+        """What each of them adds to the text; a character comes when it is complete, as an engine sees it."""
+        detokenizer = self._tokenizer.detokenizer()
+        return (detokenizer.feed((token,)) for token in tokens)
 
     def _reply(
         self, prompt: list[int], tokens: list[int], params: SamplingParams, *, text: str | None, reason: str

@@ -144,6 +144,7 @@ def random_request(draw: Draw) -> tuple[str, dict[str, Any], str | None]:
     return ("/v1/chat/completions" if is_chat else "/v1/completions"), body, wrong
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_every_bad_request_is_named_and_nothing_dies_or_grows(served: Any) -> None:
     server = served.children()["server"]

@@ -83,6 +83,7 @@ def random_case(draw: random.Random) -> tuple[str, str, dict[str, Any]]:
     return answer, "chat/completions", {**fields, "messages": [{"role": "user", "content": random_text(draw, words=3)}]}
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)
 async def test_random_streams_put_together_are_the_whole_answers(running: Any) -> None:
     tried = {"calls": 0, "log_probs": 0, "stopped": 0}
