@@ -38,6 +38,7 @@ class ServeOptions:
     max_requests: int
     max_tokens: int
     kv_cache_memory: int
+    batch_invariant: bool
     prefix_caching: bool
     routing_policy: str
     threads: int | None
@@ -68,6 +69,12 @@ class ServeOptions:
 @click.option("--max-requests", type=click.IntRange(min=1), default=64, show_default=True, help="At once, per engine.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of one step.")
 @click.option("--kv-cache-memory", type=Memory(), default="1Gi", show_default=True, help="Of each engine.")
+@click.option(
+    "--batch-invariant/--no-batch-invariant",
+    default=False,
+    show_default=True,
+    help="Answers are the same to the bit whatever runs beside them; in float32, at some cost.",
+)
 @click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Keep computed prefixes.")
 @click.option(
     "--routing-policy",
@@ -153,6 +160,7 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         *("--model", options.model, "--executor", options.executor, "--dtype", options.dtype),
         *("--max-requests", str(options.max_requests), "--max-tokens", str(options.max_tokens)),
         *("--kv-cache-memory", str(options.kv_cache_memory), "--threads", str(threads)),
+        "--batch-invariant" if options.batch_invariant else "--no-batch-invariant",
         "--prefix-caching" if options.prefix_caching else "--no-prefix-caching",
         *(*length, *drain, *logs),
     ]

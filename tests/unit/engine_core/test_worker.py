@@ -14,7 +14,8 @@ from megatron_runtime.engines.build import LoadedEngine
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.worker import EngineWorker, _write_termination_message
+from megatron_runtime.engines.termination import write_termination_message
+from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Role
@@ -141,8 +142,13 @@ async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Serv
 
 def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
     log = tmp_path / "termination-log"
-    _write_termination_message(OSError("device lost"), log)
+    write_termination_message(OSError("device lost"), log)
     assert not log.exists()
     log.touch()
-    _write_termination_message(OSError("device lost"), log)
-    assert json.loads(log.read_text()) == {"reason": "OSError", "rank": 0, "message": "device lost"}
+    write_termination_message(OSError("device lost"), log)
+    assert json.loads(log.read_text()) == {
+        "reason": "OSError",
+        "rank": 0,
+        "message": "device lost",
+        "remedy": "",
+    }
