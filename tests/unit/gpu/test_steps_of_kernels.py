@@ -9,24 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_kernels.registry import Backend, KernelConfig, select_kernels
 from megatron_runtime.engines.executor import StepPlan
 from megatron_runtime.gpu.decode_graphs import graph_sizes
 from megatron_runtime.gpu.decoder import KernelDecoder, UnsupportedTraitError
 from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
 from megatron_runtime.gpu.step_buffers import StepBuffers
-from megatron_runtime.layers.embedding import Embedding
-from megatron_runtime.layers.linear import Linear
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
+from megatron_runtime.models.weights import load_weights
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 PAGE = 16
 CPU = torch.device("cpu")
-LLAMA = ModelConfig(
-    family="llama",
+LLAMA = replace(
+    LLAMA_8B,
     vocab_size=96,
     hidden_size=48,
     intermediate_size=80,
@@ -34,50 +34,15 @@ LLAMA = ModelConfig(
     num_heads=6,
     num_kv_heads=2,
     head_dim=32,
-    rms_norm_eps=1e-5,
-    rope_theta=10000.0,
-    max_position_embeddings=256,
-    tie_embeddings=False,
-    eos_token_ids=(0,),
 )
-QWEN = replace(LLAMA, family="qwen3", qkv_bias=True, qk_norm=True)
+QWEN = replace(LLAMA, family="qwen3", qk_norm=True)
+BIASED = replace(LLAMA, family="qwen2", qkv_bias=True)
 TABLES = np.array([[4, 1, 7], [2, 6, 0], [3, 5, 0]], dtype=np.int32)
 """Pages of three sequences."""
 
 
 def random_weights(config: ModelConfig) -> DecoderWeights:
-    generator = torch.Generator().manual_seed(7)
-
-    def matrix(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * columns**-0.5
-
-    def norm(size: int) -> torch.Tensor:
-        return 1 + 0.1 * torch.randn(size, generator=generator)
-
-    heads = config.num_heads * config.head_dim
-    width = heads + 2 * config.num_kv_heads * config.head_dim
-    layers = [
-        LayerWeights(
-            attention_norm_D=norm(config.hidden_size),
-            qkv_QD=Linear(matrix(width, config.hidden_size)),
-            qkv_bias_Q=matrix(1, width)[0] if config.qkv_bias else None,
-            q_norm_C=norm(config.head_dim) if config.qk_norm else None,
-            k_norm_C=norm(config.head_dim) if config.qk_norm else None,
-            output_DH=Linear(matrix(config.hidden_size, heads)),
-            mlp_norm_D=norm(config.hidden_size),
-            mlp=FeedForward(
-                gate_up_FD=Linear(matrix(2 * config.intermediate_size, config.hidden_size)),
-                down_DF=Linear(matrix(config.hidden_size, config.intermediate_size)),
-            ),
-        )
-        for _ in range(config.num_layers)
-    ]
-    return DecoderWeights(
-        embedding=Embedding(matrix(config.vocab_size, config.hidden_size), torch.float32),
-        layers=tuple(layers),
-        norm_D=norm(config.hidden_size),
-        head_WD=Linear(4 * matrix(config.vocab_size, config.hidden_size)),
-    )
+    return load_weights(RandomCheckpoint(config, torch.float32, CPU), torch.float32)
 
 
 def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int, ...] = ()) -> StepPlan:
@@ -117,7 +82,9 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize(("config", "backend"), [(LLAMA, Backend.TORCH), (QWEN, Backend.TRITON)])
+@pytest.mark.parametrize(
+    ("config", "backend"), [(LLAMA, Backend.TORCH), (BIASED, Backend.TORCH), (QWEN, Backend.TRITON)]
+)
 def test_every_kind_of_step(config, backend):
     weights = random_weights(config)
     kernels = select_kernels(KernelConfig(**dict.fromkeys(KernelConfig.__dataclass_fields__, backend)), CPU)
