@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from megatron_runtime.loading.mapped import MappedFile
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
 from megatron_runtime.models.families.base import Family, Fields
+from megatron_runtime.models.families.rope import scaling_of_factors
 from megatron_runtime.tokenization.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 
+_FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
 _LAYER_NAMES = {
     "attn_norm.weight": "attention_norm",
@@ -116,7 +118,8 @@ class GGUFCheckpoint:
             where=str(path),
         )
         family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
-        self.config = _read_config(family, fields, metadata, {info.name: info for info in index})
+        infos = {info.name: info for info in index}
+        self.config = self._with_factors(_read_config(family, fields, metadata, infos), infos.get(_FACTORS))
         self._entries = dict(_entries(index, family, self.config, path))
         self.kinds = {
             name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
@@ -145,6 +148,17 @@ class GGUFCheckpoint:
         rows = self._rows(entry, part[:1])
         whole = QuantizedTensor(entry.kind, (len(rows), entry.shape[1]), rows)
         return whole.columns(part[1]) if len(part) > 1 else whole
+
+    def _with_factors(self, config: ModelConfig, info: GGUFTensorInfo | None) -> ModelConfig:
+        """With the rope scaling that the file holds as a tensor, where it does."""
+        if info is None:
+            return config
+        entry = _Entry(info.kind, info.shape, info.offset)
+        factors = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape).tolist()
+        scaling = scaling_of_factors(
+            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.path)
+        )
+        return replace(config, rope_scaling=scaling)
 
     def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
         """Blocks of some rows, uint8 [rows, bytes of one]; in the order of transformers."""
@@ -179,6 +193,8 @@ def _entries(
     heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
     unknown = []
     for info in index:
+        if info.name == _FACTORS:
+            continue
         own = _own_name(info.name)
         short = own.split(".", 2)[-1] if own is not None else None
         if own is None or (own.startswith("layers.") and short not in family.layer_names):

@@ -65,7 +65,7 @@ def write_gguf(
     return values
 
 
-KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q8_0", "Q5_1"]
+KINDS = ["F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 from megatron_runtime.models.families.base import Fields
+
+_TOLERANCE = 1e-3
+"""Of factors that were computed in float32."""
 
 
 def rope_of_hf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
@@ -45,6 +49,27 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | 
     if kind != "linear":
         raise UnsupportedModelError(f"{fields.where} has rope scaling {kind!r}: supported are 'none' and 'linear'")
     return base, LinearScaling(factor=fields.need("rope.scaling.factor"))
+
+
+def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
+    """The scaling that divides the frequency of each rotary pair by these factors.
+
+    GGUF files hold what the scaling comes to, not its constants; all Llama 3 have the same but for the factor. Raises
+    UnsupportedModelError for factors of another kind.
+    """
+    found = Llama3Scaling(
+        factor=round(max(factors), 3), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    for pair, factor in enumerate(factors):
+        turns = found.original_max_position_embeddings * theta ** (-2 * pair / head_dim) / (2 * math.pi)
+        blend = (turns - found.low_freq_factor) / (found.high_freq_factor - found.low_freq_factor)
+        blend = min(max(blend, 0.0), 1.0)
+        if abs(factor * ((1 - blend) / found.factor + blend) - 1) > _TOLERANCE:
+            raise UnsupportedModelError(
+                f"tensor 'rope_freqs.weight' of {where} divides the frequency of pair {pair} by {factor}: supported "
+                f"is the scaling of Llama 3, which comes to {1 / ((1 - blend) / found.factor + blend):.4g}"
+            )
+    return found
 
 
 def _scaling(values: Mapping[str, Any], where: str) -> RopeScaling | None:

@@ -1,0 +1,160 @@
+"""GGUF files of every family, written as llama.cpp's converter writes them, read back as transformers has them."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+import torch
+import transformers
+
+from megatron_runtime.layers.rotary import inverse_frequencies
+from megatron_runtime.loading.checkpoint import UnsupportedModelError, tensors
+from megatron_runtime.loading.gguf import GGUFCheckpoint
+from megatron_runtime.loading.in_memory import model_in_memory
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling
+from megatron_runtime.models.weights import require_fitting
+
+ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+    "mixtral": gguf.MODEL_ARCH.LLAMA,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+}
+SIZES: dict[str, Any] = {
+    "vocab_size": 32,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 2**-20,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "norm_topk_prob": True,
+    "query_pre_attn_scalar": 8,
+    "sliding_window": 16,
+}
+
+
+def make(family: str) -> transformers.PreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(family, **SIZES)
+    if family == "mixtral":
+        config.sliding_window = None
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    return model
+
+
+def as_in_file(family: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the file, in its layout; names still those of transformers, experts of a layer as one."""
+    stacks: dict[str, list[torch.Tensor]] = {}
+    held = tensors(model_in_memory(model).checkpoint)
+    for name, tensor in held:
+        if ".experts." in name:
+            before, _, after = name.partition(".experts.")
+            stacks.setdefault(f"{before}.experts.{after.partition('.')[2]}", []).append(tensor)
+        elif family == "gemma3_text" and name.endswith("norm.weight"):
+            yield name, tensor + 1
+        elif family in ("llama", "mixtral") and name.endswith(("q_proj.weight", "k_proj.weight")):
+            heads = SIZES["num_attention_heads" if "q_proj" in name else "num_key_value_heads"]
+            paired = tensor.view(heads, 2, -1, tensor.shape[1]).transpose(1, 2)
+            yield name, paired.reshape(tensor.shape)
+        else:
+            yield name, tensor
+    for name, experts in stacks.items():
+        if family == "mixtral":
+            name = name.removeprefix("model.").replace("block_sparse_moe", "feed_forward")
+        yield name, torch.stack(experts)
+
+
+def write(
+    family: str,
+    model: transformers.PreTrainedModel,
+    path: Path,
+    *,
+    factors: torch.Tensor | None = None,
+    **more: Any,
+) -> None:
+    architecture = ARCHITECTURES[family]
+    names = gguf.get_tensor_name_map(architecture, SIZES["num_hidden_layers"])
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[architecture])
+    writer.add_block_count(SIZES["num_hidden_layers"])
+    writer.add_context_length(SIZES["max_position_embeddings"])
+    writer.add_embedding_length(SIZES["hidden_size"])
+    writer.add_feed_forward_length(SIZES["intermediate_size"])
+    writer.add_head_count(SIZES["num_attention_heads"])
+    writer.add_head_count_kv(SIZES["num_key_value_heads"])
+    writer.add_key_length(SIZES["head_dim"])
+    writer.add_layer_norm_rms_eps(SIZES["rms_norm_eps"])
+    rope = model.config.rope_parameters
+    writer.add_rope_freq_base(rope.get("full_attention", rope)["rope_theta"])
+    if family == "gemma3_text":
+        writer.add_sliding_window(SIZES["sliding_window"])
+    if family in ("mixtral", "qwen3_moe"):
+        writer.add_expert_count(SIZES["num_local_experts"])
+        writer.add_expert_used_count(SIZES["num_experts_per_tok"])
+        writer.add_expert_feed_forward_length(SIZES["moe_intermediate_size"])
+    for key, value in more.items():
+        getattr(writer, key)(value)
+    for name, tensor in as_in_file(family, model):
+        own = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert own is not None, name
+        writer.add_tensor(own, tensor.contiguous().numpy())
+    if factors is not None:
+        writer.add_tensor("rope_freqs.weight", factors.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+@pytest.mark.parametrize("family", ARCHITECTURES)
+def test_a_file_reads_back_as_transformers_has_it(family: str, tmp_path: Path) -> None:
+    model = make(family)
+    expected = model_in_memory(model).checkpoint
+    write(family, model, tmp_path / "m.gguf")
+    found = GGUFCheckpoint(tmp_path / "m.gguf")
+    require_fitting(found)
+    ends = {"eos_token_ids": expected.config.eos_token_ids, "bos_token_id": expected.config.bos_token_id}
+    assert replace(found.config, **ends) == expected.config
+    assert found.kinds == expected.kinds
+    for name, tensor in tensors(expected):
+        torch.testing.assert_close(found.read(name), tensor, rtol=0, atol=3e-7)
+        if tensor.dim() == 2:
+            part = (slice(2, len(tensor)), slice(1, 9))
+            assert torch.equal(found.read(name, part), found.read(name)[part]), name
+
+
+def test_rope_scaling_of_llama_3_is_read_from_the_factors_it_comes_to(tmp_path: Path) -> None:
+    model = make("llama")
+    model.config.rope_parameters["rope_theta"] = 500000.0
+    # What Llama 3.2 asks for, for pairs of one head.
+    scaling = Llama3Scaling(
+        factor=32.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
+    )
+    plain, scaled = (inverse_frequencies(head_dim=8, theta=500000.0, scaling=one) for one in (None, scaling))
+    write("llama", model, tmp_path / "m.gguf", factors=plain / scaled)
+    assert GGUFCheckpoint(tmp_path / "m.gguf").config.rope_scaling == scaling
+    write("llama", model, tmp_path / "other.gguf", factors=torch.tensor([1.0, 3.0, 2.0, 1.0]))
+    with pytest.raises(UnsupportedModelError, match=r"rope_freqs\.weight.*Llama 3"):
+        GGUFCheckpoint(tmp_path / "other.gguf")
+
+
+def test_linear_rope_scaling_is_read_and_other_kinds_are_refused(tmp_path: Path) -> None:
+    model = make("gemma3_text")
+    linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
+    write("gemma3_text", model, tmp_path / "linear.gguf", **linear)
+    assert GGUFCheckpoint(tmp_path / "linear.gguf").config.rope_scaling == LinearScaling(factor=8.0)
+    write("gemma3_text", model, tmp_path / "yarn.gguf", add_rope_scaling_type=gguf.RopeScalingType.YARN)
+    with pytest.raises(UnsupportedModelError, match=r"'yarn'.*'linear'"):
+        GGUFCheckpoint(tmp_path / "yarn.gguf")

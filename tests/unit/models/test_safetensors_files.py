@@ -1,0 +1,156 @@
+"""Directories of safetensors: several files, parts, types; what is wrong is named before anything is read."""
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from megatron_runtime.loading.checkpoint import UnsupportedModelError, tensors
+from megatron_runtime.loading.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
+from megatron_runtime.models.weights import load_weights
+
+Tensors = dict[str, torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    config = transformers.Qwen2Config(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+    )
+    transformers.Qwen2ForCausalLM(config).save_pretrained(directory, max_shard_size="20KB")
+    return directory
+
+
+def copy(model: Path, target: Path, edit: Callable[[Tensors], None]) -> Path:
+    """The model in one file, with other tensors."""
+    (target / "config.json").write_text((model / "config.json").read_text())
+    held: Tensors = {}
+    for file in model.glob("*.safetensors"):
+        held |= load_file(file)
+    edit(held)
+    save_file({name: tensor.contiguous() for name, tensor in held.items()}, target / "model.safetensors")
+    return target
+
+
+def test_a_model_of_several_files_reads_as_a_whole_and_in_parts(model: Path) -> None:
+    assert (model / INDEX_FILE).is_file()
+    files = sorted(model.glob("*.safetensors"))
+    assert len(files) > 2
+    checkpoint = SafetensorsCheckpoint(model)
+    expected: Tensors = {}
+    for file in files:
+        expected |= load_file(file)
+    assert set(checkpoint.kinds) == set(expected)
+    for name, tensor in tensors(checkpoint):
+        assert torch.equal(tensor, expected[name])
+        part = (slice(3, 17), slice(2, 9))[: tensor.dim()]
+        assert torch.equal(checkpoint.read(name, part), expected[name][part])
+
+
+def test_a_file_that_the_index_does_not_name_is_left_alone(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    (tmp_path / "consolidated.safetensors").write_bytes(b"nothing of this kind")
+    assert SafetensorsCheckpoint(tmp_path).kinds == SafetensorsCheckpoint(model).kinds
+
+
+def test_a_missing_file_is_named(model: Path, tmp_path: Path) -> None:
+    for file in model.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    gone = sorted(tmp_path.glob("*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(SafetensorsFormatError, match=rf"1 are missing, the first is {gone.name}"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_file_that_was_cut_short_is_refused_with_numbers(model: Path, tmp_path: Path) -> None:
+    path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
+    size = path.stat().st_size
+    path.write_bytes(path.read_bytes()[: size - 100])
+    with pytest.raises(SafetensorsFormatError, match=rf"ends at byte {size}, the file has {size - 100}"):
+        SafetensorsCheckpoint(tmp_path)
+    path.write_bytes(path.read_bytes()[:5])
+    with pytest.raises(SafetensorsFormatError, match="it has 5 bytes"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_header_that_contradicts_itself_is_refused(model: Path, tmp_path: Path) -> None:
+    path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
+    header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 64]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
+    with pytest.raises(SafetensorsFormatError, match=r"has 64 bytes, its shape \(32,\) in F32 asks for 128"):
+        SafetensorsCheckpoint(tmp_path)
+    path.write_bytes(struct.pack("<Q", 4) + b"nope")
+    with pytest.raises(SafetensorsFormatError, match="no readable header"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_tensor_in_two_files_is_refused(model: Path, tmp_path: Path) -> None:
+    copy(model, tmp_path, lambda held: None)
+    save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
+    with pytest.raises(SafetensorsFormatError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
+        SafetensorsCheckpoint(tmp_path)
+
+
+def test_a_type_that_is_not_a_float_is_refused(model: Path, tmp_path: Path) -> None:
+    def quantise(held: Tensors) -> None:
+        held["model.norm.weight"] = held["model.norm.weight"].to(torch.int8)
+
+    with pytest.raises(UnsupportedModelError, match=r"model\.norm\.weight.* I8: supported are F64, F32, F16, BF16"):
+        SafetensorsCheckpoint(copy(model, tmp_path, quantise))
+
+
+def drop(held: Tensors) -> None:
+    for name in [name for name in held if "layers.1" in name]:
+        del held[name]
+
+
+def add(held: Tensors) -> None:
+    held["model.layers.0.self_attn.sinks"] = torch.zeros(4)
+
+
+def cut(held: Tensors) -> None:
+    held["model.layers.0.mlp.down_proj.weight"] = held["model.layers.0.mlp.down_proj.weight"][:, :40]
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (drop, r"has no 'model\.layers\.1\.input_layernorm\.weight'.* and 4 more"),
+        (add, r"a Qwen2ForCausalLM has not: 'model\.layers\.0\.self_attn\.sinks'"),
+        (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* asks for \(32, 48\)"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_read(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensors], None], message: str
+) -> None:
+    checkpoint = SafetensorsCheckpoint(copy(model, tmp_path, edit))
+    monkeypatch.setattr(checkpoint, "read", lambda *_: pytest.fail("a tensor was read"))
+    with pytest.raises(UnsupportedModelError, match=message):
+        load_weights(checkpoint, torch.float32)
+
+
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float64])
+def test_types_are_converted_while_they_are_loaded(model: Path, tmp_path: Path, stored: torch.dtype) -> None:
+    def convert(held: Tensors) -> None:
+        for name in held:
+            held[name] = held[name].to(stored)
+
+    checkpoint = SafetensorsCheckpoint(copy(model, tmp_path, convert))
+    weights = load_weights(checkpoint, torch.bfloat16)
+    name = "model.layers.1.mlp.down_proj.weight"
+    expected = load_file(tmp_path / "model.safetensors")[name].to(torch.bfloat16)
+    assert torch.equal(weights.layers[1].mlp.down_DF.dense(), expected)
