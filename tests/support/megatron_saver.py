@@ -1,6 +1,6 @@
 """One rank of a training that saves a model as Megatron-Core does: torch's own writer, shards of the whole tensors.
 
-    python megatron_saver.py MODEL_DIRECTORY TARGET RANK WORLD STORE [--numbered]
+    python megatron_saver.py RANK WORLD STORE MODEL TARGET stacked|numbered [MODEL TARGET stacked|numbered ...]
 
 The layout is written down here a second time, from what each rank of Megatron-Core holds, so that a mistake in the
 product's table does not hide in its tests.
@@ -51,6 +51,21 @@ class Saver:
             for letter in "qkv"
         )
         return torch.cat([q, k, v], dim=1).flatten(0, 2)
+
+    def add_experts(self, key: str, hf: str, names: tuple[str, ...], layer: int) -> None:
+        """Expert parallel: each rank holds some experts whole, and saves each part of one as a box of its own."""
+        count = self.config["num_experts"]
+        shape = list(self.tensors[hf.format(0, names[0])].shape)
+        extent = (1, 1, *shape)
+        each = count // self.world
+        name = key.format(f".{layer}" if self.numbered else "")
+        held = self.held.setdefault(name, ([], [], (self.layers, count, shape[0] * len(names), *shape[1:])))
+        for expert in range(count):
+            for part, piece in enumerate(names):
+                at = (layer, expert, part * shape[0], 0)
+                held[1].append((expert // each, at, extent))
+                if expert // each == self.rank:
+                    held[0].append((at, self.tensors[hf.format(expert, piece)].view(extent)))
 
     def add(self, key: str, local: list[torch.Tensor], *, split: int | None, layer: int | None, parts: int = 1) -> None:
         """local: this rank's values, one for each of the `parts` that are split over the ranks one by one."""
@@ -108,7 +123,18 @@ class Saver:
             self.add(key + "self_attention.linear_qkv.bias", [bias], split=0, layer=layer)
         proj = self.local(self.tensors[hf + "self_attn.o_proj.weight"], 1)
         self.add(key + "self_attention.linear_proj.weight", [proj], split=1, layer=layer)
+        for letter in "qk":
+            if f"{hf}self_attn.{letter}_norm.weight" in self.tensors:
+                norm = self.tensors[f"{hf}self_attn.{letter}_norm.weight"]
+                self.add(f"{key}self_attention.{letter}_layernorm.weight", [norm], split=None, layer=layer)
         norm = self.tensors[hf + "post_attention_layernorm.weight"]
+        if "num_experts" in self.config:
+            self.add(key + "pre_mlp_layernorm.weight", [norm], split=None, layer=layer)
+            self.add(key + "mlp.router.weight", [self.tensors[hf + "mlp.gate.weight"]], split=None, layer=layer)
+            experts, own = key + "mlp.experts.experts.", hf + "mlp.experts.{}.{}_proj.weight"
+            self.add_experts(experts + "linear_fc1.weight", own, ("gate", "up"), layer)
+            self.add_experts(experts + "linear_fc2.weight", own, ("down",), layer)
+            return
         self.add(key + "mlp.linear_fc1.layer_norm_weight", [norm], split=None, layer=layer)
         halves = [self.local(self.tensors[f"{hf}mlp.{part}_proj.weight"], 0) for part in ("gate", "up")]
         self.add(key + "mlp.linear_fc1.weight", halves, split=0, layer=layer, parts=2)
@@ -134,6 +160,10 @@ def arguments(config: dict) -> Namespace:
         swiglu=True,
         add_bias_linear=False,
         add_qkv_bias=config["architectures"] == ["Qwen2ForCausalLM"],
+        qk_layernorm="Qwen3" in config["architectures"][0],
+        num_experts=config.get("num_experts"),
+        moe_router_topk=config.get("num_experts_per_tok"),
+        moe_ffn_hidden_size=config.get("moe_intermediate_size"),
         untie_embeddings_and_output_weights=not config["tie_word_embeddings"],
         # Objects of the training's own: a reader has no such classes.
         params_dtype=torch.bfloat16,
@@ -142,25 +172,18 @@ def arguments(config: dict) -> Namespace:
     )
 
 
-def main(model: Path, target: Path, rank: int, world: int, store: Path, *, numbered: bool) -> None:
+def main(rank: int, world: int, store: Path, jobs: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-    saver = Saver(model, rank, world, numbered=numbered)
-    dcp.save(saver.build(), checkpoint_id=target)
-    if rank == 0:
-        common = {"args": arguments(saver.config), "checkpoint_version": 3.0, "iteration": 12, "rng": torch.zeros(3)}
-        torch.save(common, target / "common.pt")
-        (target / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
+    for model, target, layers in zip(jobs[0::3], jobs[1::3], jobs[2::3], strict=True):
+        saver = Saver(Path(model), rank, world, numbered=layers == "numbered")
+        dcp.save(saver.build(), checkpoint_id=target)
+        if rank == 0:
+            common = {"args": arguments(saver.config), "checkpoint_version": 3.0, "iteration": 12, "r": torch.zeros(3)}
+            torch.save(common, Path(target, "common.pt"))
+            Path(target, "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist"}))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    arguments_ = sys.argv[1:6]
-    main(
-        Path(arguments_[0]),
-        Path(arguments_[1]),
-        int(arguments_[2]),
-        int(arguments_[3]),
-        Path(arguments_[4]),
-        numbered="--numbered" in sys.argv,
-    )
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])

@@ -80,7 +80,7 @@ def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pyte
     def full(*_: object) -> None:
         raise OSError("no space left on device")
 
-    monkeypatch.setattr(conversion, "_write_tokenizer", full)
+    monkeypatch.setattr(conversion, "write_text_files", full)
     with pytest.raises(OSError, match="no space left"):
         convert(str(model), tmp_path / "out", to="safetensors")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf"]
@@ -155,21 +155,19 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
 
 
 def test_memory_is_that_of_a_few_tensors(model: Path, tmp_path: Path) -> None:
-    """A model of 150 MB in tensors of at most 4 MB."""
-    config = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=10, num_heads=8, head_dim=64)
+    """A model of 88 MB in tensors of at most 4 MB."""
+    config = replace(LLAMA, hidden_size=512, intermediate_size=2048, num_layers=6, num_heads=8, head_dim=64)
     large = write_model(tmp_path / "large", config, random_tensors(config))
-    assert (large / "model.safetensors").stat().st_size > 130 << 20
+    assert (large / "model.safetensors").stat().st_size > 80 << 20
     measured = [sys.executable, "-c", _MEASURED, str(model), str(large)]
     grown = subprocess.run(measured, capture_output=True, text=True, check=True).stdout
-    assert int(grown) << 10 < 50 << 20
+    assert int(grown) << 10 < 40 << 20
 
 
 def test_a_gguf_model_keeps_its_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
-    result = CliRunner().invoke(
-        main, ["convert", BUILTIN, str(tmp_path / "out"), "--to", "torch_dist", "--dtype", "bfloat16"]
-    )
-    assert result.exit_code == 0, result.output
-    ours, theirs = load_tokenizer(str(tmp_path / "out")), load_tokenizer(BUILTIN)
+    source = resolve(BUILTIN)
+    conversion.write_text_files(open_checkpoint(source).config, source, tmp_path)
+    ours, theirs = load_tokenizer(str(tmp_path)), load_tokenizer(BUILTIN)
     chat = [{"role": "user", "content": "Grüße 12 → <|im_end|>"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)
     assert ours.decode(ours.encode("a 1234 b")) == "a 1234 b"
@@ -178,6 +176,15 @@ def test_a_gguf_model_keeps_its_tokenizer_and_its_chat_template(tmp_path: Path) 
         set(theirs.eos_ids),
         theirs.special_ids,
     )
+
+
+def test_the_command_says_what_it_made(model: Path, tmp_path: Path) -> None:
+    arguments = ["convert", str(model), str(tmp_path / "out"), "--to", "torch_dist", "--dtype", "float16"]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    assert "holds the model as torch_dist" in result.output
+    checkpoint = open_checkpoint(resolve(str(tmp_path / "out")))
+    assert {kind.dtype for kind in checkpoint.kinds.values()} == {torch.float16}
 
 
 def test_the_command_names_what_is_wrong(tmp_path: Path, model: Path) -> None:

@@ -283,10 +283,9 @@ def test_processes_that_ask_at_once_fetch_once(model_hub: SmallHub) -> None:
 
 
 def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: SmallHub, tmp_path: Path) -> None:
-    from megatron_runtime.loading.source import resolve as resolved
-
-    gguf = resolved("builtin:smollm2-135m").location
-    model_hub.files = {"model-q4.gguf": gguf.read_bytes(), "README.md": b"words"}
+    # The metadata is at its beginning.
+    with resolve("builtin:smollm2-135m").location.open("rb") as gguf:
+        model_hub.files = {"model-q4.gguf": gguf.read(8 << 20), "README.md": b"words"}
     assert load_tokenizer("hf:org/name").encode_chat([{"role": "user", "content": "x"}])
 
 

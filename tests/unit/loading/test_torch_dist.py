@@ -34,21 +34,28 @@ def read_all(model: Path) -> dict[str, torch.Tensor]:
     return {name: checkpoint.read(name) for name in checkpoint.kinds}
 
 
-def save_as_megatron(model: Path, target: Path, *flags: str, world: int = 2) -> Path:
-    """By `world` processes of torch's own writer."""
-    store = target.with_name(f"{target.name}.store")
-    command = [sys.executable, str(SAVER), str(model), str(target)]
+@pytest.fixture(scope="module")
+def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """CASE/hf and CASE/iter_0000012 for each case: saved by two processes with torch's own writer."""
+    directory = tmp_path_factory.mktemp("trainings")
+    jobs = []
+    for case, layers in (("qwen2", "stacked"), ("qwen3_moe", "stacked"), ("llama, tied, scaled", "numbered")):
+        model = write_model(directory / case / "hf", CONFIGS[case], random_tensors(CONFIGS[case], dtype=torch.bfloat16))
+        jobs += [str(model), str(directory / case / "iter_0000012"), layers]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(world), str(store), *flags], env=environment, stderr=subprocess.PIPE, text=True
+            [sys.executable, str(SAVER), str(rank), "2", str(directory / "store"), *jobs],
+            env=environment,
+            stderr=subprocess.PIPE,
+            text=True,
         )
-        for rank in range(world)
+        for rank in range(2)
     ]
     for rank in ranks:
         _, errors = rank.communicate(timeout=240)
         assert rank.returncode == 0, errors
-    return target
+    return directory
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -67,34 +74,34 @@ def test_there_and_back_is_the_same_bits(case: str, dtype: torch.dtype, tmp_path
 
 
 @pytest.fixture(scope="module")
-def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("qwen")
-    return write_model(directory, CONFIGS["qwen2"], random_tensors(CONFIGS["qwen2"], dtype=torch.bfloat16))
+def qwen(trainings: Path) -> Path:
+    return trainings / "qwen2" / "hf"
 
 
 @pytest.fixture(scope="module")
-def saved_by_two(qwen: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return save_as_megatron(qwen, tmp_path_factory.mktemp("run") / "iter_0000012")
+def saved_by_two(trainings: Path) -> Path:
+    return trainings / "qwen2" / "iter_0000012"
 
 
-def test_what_two_tensor_ranks_of_a_training_saved_is_the_model(qwen: Path, saved_by_two: Path) -> None:
-    """Padded vocabulary, split gate and up, optimizer state and objects beside; configuration from the arguments."""
-    checkpoint = open_checkpoint(resolve(str(saved_by_two)))
-    assert same_bits({name: checkpoint.read(name) for name in checkpoint.kinds}, load_file(qwen / "model.safetensors"))
-    ours, wanted = checkpoint.config, CONFIGS["qwen2"]
-    for field in ("family", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "rope_theta", "qkv_bias"):
-        assert getattr(ours, field) == getattr(wanted, field)
+@pytest.mark.parametrize("case", ["qwen2", "qwen3_moe"])
+def test_what_two_ranks_of_a_training_saved_is_the_model(case: str, trainings: Path) -> None:
+    """Tensor and expert ranks, padded vocabulary, split gate and up, optimizer state and objects beside."""
+    checkpoint = open_checkpoint(resolve(str(trainings / case / "iter_0000012")))
+    wanted = load_file(trainings / case / "hf" / "model.safetensors")
+    assert same_bits({name: checkpoint.read(name) for name in checkpoint.kinds}, wanted)
+    # The configuration is that of its arguments.
+    for field in ("family", "num_layers", "num_kv_heads", "head_dim", "vocab_size", "rope_theta", "qkv_bias", "moe"):
+        assert getattr(checkpoint.config, field) == getattr(CONFIGS[case], field)
 
 
-def test_the_newest_checkpoint_of_a_training_is_taken(saved_by_two: Path) -> None:
-    (saved_by_two.parent / "latest_checkpointed_iteration.txt").write_text("12\n")
-    assert resolve(str(saved_by_two.parent)) == TorchDistSource(saved_by_two)
+def test_the_newest_checkpoint_of_a_training_is_taken(trainings: Path) -> None:
+    (trainings / "qwen2" / "latest_checkpointed_iteration.txt").write_text("12\n")
+    assert resolve(str(trainings / "qwen2")) == TorchDistSource(trainings / "qwen2" / "iter_0000012")
 
 
-def test_layers_may_be_numbered(tmp_path: Path) -> None:
-    config = CONFIGS["llama, tied, scaled"]
-    model = write_model(tmp_path / "hf", config, random_tensors(config))
-    saved = save_as_megatron(model, tmp_path / "saved", "--numbered", world=1)
+def test_layers_may_be_numbered(trainings: Path) -> None:
+    saved = trainings / "llama, tied, scaled" / "iter_0000012"
+    model = saved.parent / "hf"
     (saved / "config.json").write_text((model / "config.json").read_text())
     assert same_bits(read_all(saved), load_file(model / "model.safetensors"))
 
