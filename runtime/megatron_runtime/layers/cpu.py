@@ -41,7 +41,7 @@ def has_native_steps() -> bool:
 def select_numbers(name: str) -> Numbers:
     """Return how to compute. `name`: "auto" or a Format.
 
-    Compiled steps read bfloat16 weights but compute in float32. Where there are instructions for bfloat16, torch runs it.
+    Compiled steps read bfloat16 weights but compute in float32. Torch runs what has instructions for bfloat16.
 
     Raises ValueError naming what this processor has.
     """

@@ -53,7 +53,7 @@ def look_up(record, ids, count, y):
     matrix = carray(pointer(record), 1, dtype=_MATRIX_TYPE)[0]
     for i in range(count):
         row = read(ids + i * 8)
-        if matrix.format == FLOAT32 or matrix.format == BFLOAT16:
+        if matrix.format in (FLOAT32, BFLOAT16):
             _float_row(matrix, row, y + i * matrix.inputs * 4)
         else:
             _integer_row(matrix, row, y + i * matrix.inputs * 4)

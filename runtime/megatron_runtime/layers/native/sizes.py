@@ -31,7 +31,7 @@ _ROW_BYTES = 1 << 18
 
 def block_rows(form: int, inputs: int) -> int:
     """Rows that are kept in the cache while panels pass over them: a multiple of both tiles' rows."""
-    size = inputs * 4 if form == FLOAT32 or form == BFLOAT16 else inputs
+    size = inputs * 4 if form in (FLOAT32, BFLOAT16) else inputs
     return max(24, _ROW_BYTES // size // 24 * 24)
 
 

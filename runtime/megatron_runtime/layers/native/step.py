@@ -53,7 +53,7 @@ def _product_unit(matrix, unit, inputs, x, x_stride, quantized, scales, count, y
     """y[count][16] = (y +) rows · one unit of the matrix."""
     form = matrix.format
     row = 0
-    if form == FLOAT32 or form == BFLOAT16:
+    if form in (FLOAT32, BFLOAT16):
         most = MOST_ROWS
         panel = matrix.address + unit * inputs * (64 if form == FLOAT32 else 32)
     else:
@@ -113,7 +113,7 @@ def _ready(step, thread, matrix, source, norm, count):
     into, capacity = _inputs(step, thread, count)
     inputs = matrix.inputs
     epsilon = np.float32(step.epsilon)
-    is_integer = matrix.format != FLOAT32 and matrix.format != BFLOAT16
+    is_integer = matrix.format not in (FLOAT32, BFLOAT16)
     if count <= PRIVATE_ROWS:
         _prepare(matrix.format, source, norm, epsilon, inputs, _FIRST, _EACH, count, into, step.width, capacity)
     elif norm != 0 or is_integer:
@@ -424,7 +424,7 @@ def run_product(job, thread):
     matrix = carray(pointer(job.matrix), 1, dtype=_MATRIX_TYPE)[0]
     count, inputs = job.tokens, matrix.inputs
     into = job.shared_inputs
-    if matrix.format != FLOAT32 and matrix.format != BFLOAT16:
+    if matrix.format not in (FLOAT32, BFLOAT16):
         epsilon = np.float32(0.0)
         _prepare(matrix.format, job.x, _NO_NORM, epsilon, inputs, thread, job.threads, count, into, job.width, count)
         barrier(job.barrier, job.threads)
