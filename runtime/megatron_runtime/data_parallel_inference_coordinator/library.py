@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
+import uvloop
 import zmq
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
@@ -80,7 +81,7 @@ class DataParallelInferenceCoordinator:
         )
         self.data_parallel_size = data_parallel_size
         self.tokenizer = tokenizer
-        self._runner = asyncio.Runner()
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._coordinator = self._runner.run(self._open(settings))
         if pipe_connection is not None:
             pipe_connection.send(self.address)

@@ -10,6 +10,8 @@ import signal
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import uvloop
+
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator, Tokenizer
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
 from megatron_runtime.wire.headers import Role
@@ -30,7 +32,8 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 
     Raises BindError when a port is taken, KeyFileError when a key is missing.
     """
-    asyncio.run(serve(settings, tokenizer=tokenizer, on_bound=on_bound))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(serve(settings, tokenizer=tokenizer, on_bound=on_bound))
 
 
 async def serve(

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 import zmq
+from zmq.backend import zmq_poll
 
 logger = logging.getLogger(__name__)
 
@@ -28,8 +29,10 @@ class EventSocket:
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self.socket = socket
         self.handler_errors = 0
-        self._first: zmq.Frame | None = None
+        self._head: zmq.Frame | None = None
         self._on_message = on_message
+        self._has_routing_ids = socket.type == zmq.ROUTER
+        self._poll_items = [(socket, int(zmq.POLLIN))]
         # The methods of the binding itself. Those over them turn flags into enums for each frame, which takes longer
         # than the frame.
         self._send_frame = super(zmq.Socket, socket).send
@@ -68,16 +71,18 @@ class EventSocket:
 
     def sender_key(self) -> bytes:
         """Within a handler: the Z85 public key that the sender of this message was admitted with; b"" without keys."""
-        if self._first is None:
+        if self._head is None:
             return b""
         try:
-            return str(self._first.get("User-Id")).encode()
+            return str(self._head.get("User-Id")).encode()
         except zmq.ZMQError:
             return b""
 
     def _receive(self) -> list[bytes]:
-        frame = self._first = self._receive_frame(_NOBLOCK, False)
-        frames = [frame.bytes]
+        # Of a routing id it is known that more follows; a Frame, which says so of others, takes three times as long.
+        frames = [self._receive_frame(_NOBLOCK, True)] if self._has_routing_ids else []
+        frame = self._head = self._receive_frame(_NOBLOCK, False)
+        frames.append(frame.bytes)
         while frame.more:
             frame = self._receive_frame(_NOBLOCK, False)
             frames.append(frame.bytes)
@@ -93,8 +98,12 @@ class EventSocket:
 
     def _drain(self) -> None:
         self._drain_scheduled = True  # what a handler sends needs no drain of its own: this one goes on until EAGAIN
-        for _ in range(DRAIN_BUDGET):
+        for number in range(DRAIN_BUDGET):
             if self._loop is None:
+                return
+            # Mostly there is nothing, or one message: asking is cheaper than the exception. After that there are many.
+            if number < 2 and not zmq_poll(self._poll_items, 0):
+                self._drain_scheduled = False
                 return
             try:
                 frames = self._receive()

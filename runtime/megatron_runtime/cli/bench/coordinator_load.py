@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import psutil
+import zmq
 
-from megatron_runtime.cli.bench.lean_peers import LeanClient, LeanEngine, LeanPeer
+from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, LeanEngine, LeanPeer
 from megatron_runtime.cli.bench.report import Figure, percentile
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -57,6 +58,7 @@ class Bench:
         self.coordinator: CoordinatorProcess = spawn_coordinator(settings)
         self.start_seconds = time.perf_counter() - begun
         self.process = psutil.Process(self.coordinator.pid)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         rng = random.Random(1)
         half = options.prompt_tokens // 2
         prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
@@ -67,11 +69,12 @@ class Bench:
 
     def close(self) -> None:
         self.coordinator.stop()
+        self.context.term()
 
-    def cpu_seconds(self) -> float:
-        """Of all threads of the coordinator so far."""
-        times = self.process.cpu_times()
-        return times.user + times.system
+    def cpu_seconds(self) -> tuple[float, float]:
+        """Of the coordinator so far: of all its threads, and of the one that is not ZeroMQ's."""
+        times = {thread.id: thread.user_time + thread.system_time for thread in self.process.threads()}
+        return sum(times.values()), times[self.process.pid]
 
     @asynccontextmanager
     async def peers(
@@ -80,10 +83,12 @@ class Bench:
         addresses = self.coordinator.addresses
         most = max(STREAMS, self.options.clients * WINDOW)
         engine_peers = [
-            LeanEngine(addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
+            LeanEngine(self.context, addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
             for number in range(engines)
         ]
-        client_peers = [LeanClient(addresses[Role.CLIENT], f"client-{number}") for number in range(clients)]
+        client_peers = [
+            LeanClient(self.context, addresses[Role.CLIENT], f"client-{number}") for number in range(clients)
+        ]
         peers: list[LeanPeer] = [*engine_peers, *client_peers]
         try:
             await asyncio.wait_for(asyncio.gather(*(peer.registered.wait() for peer in peers)), 30)
@@ -154,51 +159,78 @@ async def throughput(bench: Bench) -> list[Figure]:
         for client in clients:
             client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
         left = options.requests
-        cpu, begun = bench.cpu_seconds(), time.perf_counter()
+        before, begun = bench.cpu_seconds(), time.perf_counter()
         for number in range(min(options.requests, WINDOW * len(clients))):
             submit(clients[number % len(clients)])
         await done.wait()
-        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds() - cpu
+        seconds = time.perf_counter() - begun
+        all_threads, own_thread = (now - then for now, then in zip(bench.cpu_seconds(), before, strict=True))
     tokens = f"{options.prompt_tokens}-token prompts"
+    own = "of it in its own thread, not ZeroMQ's"
     return [
         Figure("requests_per_second", f"requests, {tokens}, {options.clients} clients", submitted / seconds, "1/s"),
-        Figure("cpu_us_per_request", "coordinator's CPU per request", cpu / submitted * 1e6, "µs", "≤ 100"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", all_threads / submitted * 1e6, "µs", "≤ 100"),
+        Figure("own_thread_us_per_request", own, own_thread / submitted * 1e6, "µs"),
     ]
 
 
 async def added_latency(bench: Bench) -> list[Figure]:
-    """Open loop at a rate: what a request and its answer spend between client and engine, both ways."""
+    """What a request and its answer spend between client and engine, both ways, more than without a coordinator."""
+    options = bench.options
+    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, engines):
+        for engine in engines:
+            engine.stamps = True
+        through = await _open_loop(bench, clients, engines)
+    direct_engines = [DirectEngine(bench.context) for _ in range(options.engines)]
+    direct_clients = [
+        LeanClient(bench.context, direct_engines[number % options.engines].address, f"direct-{number}")
+        for number in range(options.clients)
+    ]
+    try:
+        await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in direct_clients)), 30)
+        direct = await _open_loop(bench, direct_clients, direct_engines)
+    finally:
+        for client in direct_clients:
+            await client.close()
+        for direct_engine in direct_engines:
+            direct_engine.socket.close()
+    at = f"at {options.rate:,} requests/s"
+    p50, p99 = ((percentile(through, percent), percentile(direct, percent)) for percent in (50, 99))
+    return [
+        Figure("direct_p50_ms", f"both ways without a coordinator {at}, p50", p50[1], "ms"),
+        Figure("direct_p99_ms", f"both ways without a coordinator {at}, p99", p99[1], "ms"),
+        Figure("added_p50_ms", f"added by the coordinator {at}, p50", p50[0] - p50[1], "ms"),
+        Figure("added_p99_ms", f"added by the coordinator {at}, p99", p99[0] - p99[1], "ms", "≤ 0.3"),
+    ]
+
+
+async def _open_loop(
+    bench: Bench, clients: Sequence[LeanClient], engines: Sequence[LeanEngine | DirectEngine]
+) -> list[float]:
+    """Requests at the rate asked for; milliseconds on the way, client to engine plus engine to client, of each."""
     options = bench.options
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}
     count = min(options.requests, options.rate * 5)
     done = asyncio.Event()
-    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, engines):
 
-        def answered(uid: bytes) -> None:
-            received[uid] = time.perf_counter()
-            if len(received) == count:
-                done.set()
+    def answered(uid: bytes) -> None:
+        received[uid] = time.perf_counter()
+        if len(received) == count:
+            done.set()
 
-        for client in clients:
-            client.on_final = answered
-        for engine in engines:
-            engine.stamps = True
-        begun = time.perf_counter()
-        for number in range(count):
-            due = begun + number / options.rate
-            if (early := due - time.perf_counter()) > 0:
-                await asyncio.sleep(early)
-            now = time.perf_counter()
-            sent[clients[number % len(clients)].submit(bench.prompts[number % DISTINCT_PROMPTS])] = now
-        await done.wait()
-        taken = {uid: stamps for engine in engines for uid, stamps in engine.taken.items()}
-    added = [(taken[uid][0] - sent[uid] + received[uid] - taken[uid][1]) * 1000 for uid in received]
-    at = f"at {options.rate:,} requests/s"
-    return [
-        Figure("added_p50_ms", f"added latency {at}, p50", percentile(added, 50), "ms"),
-        Figure("added_p99_ms", f"added latency {at}, p99", percentile(added, 99), "ms", "≤ 0.3"),
-    ]
+    for client in clients:
+        client.on_final = answered
+    begun = time.perf_counter()
+    for number in range(count):
+        due = begun + number / options.rate
+        if (early := due - time.perf_counter()) > 0:
+            await asyncio.sleep(early)
+        now = time.perf_counter()
+        sent[clients[number % len(clients)].submit(bench.prompts[number % DISTINCT_PROMPTS])] = now
+    await done.wait()
+    taken = {uid: stamps for engine in engines for uid, stamps in engine.taken.items()}
+    return [(taken[uid][0] - sent[uid] + received[uid] - taken[uid][1]) * 1000 for uid in received]
 
 
 async def partials(bench: Bench) -> list[Figure]:
@@ -225,11 +257,11 @@ async def partials(bench: Bench) -> list[Figure]:
                 done.set()
 
         client.on_partial = arrived
-        cpu, begun = bench.cpu_seconds(), time.perf_counter()
+        before, begun = bench.cpu_seconds()[0], time.perf_counter()
         for _ in range(min(STEPS_AHEAD, steps)):
             step()
         await done.wait()
-        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds() - cpu
+        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds()[0] - before
         for uid in uids:
             client.abort(uid)
     what = f"coordinator's CPU per partial, {STREAMS} streams a message"

@@ -33,7 +33,7 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.states import EngineState
+from megatron_runtime.wire.states import CoordinatorState, EngineState
 
 _REPLY = pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = tokens_to_bytes([1])
@@ -43,11 +43,10 @@ _PARAMS = pack({"num_tokens_to_generate": 1})
 class LeanPeer:
     """One registered connection."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello) -> None:
         self.registered = asyncio.Event()
         self._hello = hello
-        self._context = zmq.Context()
-        socket = self._context.socket(zmq.DEALER)
+        socket = context.socket(zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)
         socket.connect(address)
@@ -67,7 +66,6 @@ class LeanPeer:
         await asyncio.wait([self._beating])
         self.socket.send(Disconnect(reason="done").to_frames())
         self.socket.close(linger_ms=1000)
-        self._context.term()
 
     def _receive(self, frames: Frames) -> None:
         head = unpack(frames[0])
@@ -95,7 +93,15 @@ class LeanEngine(LeanPeer):
     open:  dispatch ids and uids of what is kept open, and the route of its client.
     """
 
-    def __init__(self, address: str, name: str, *, max_requests: int, answers: bool = True) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        name: str,
+        *,
+        max_requests: int,
+        answers: bool = True,
+    ) -> None:
         self.answers = answers
         self.taken: dict[bytes, tuple[float, float]] = {}
         self.open: list[tuple[int, bytes]] = []
@@ -110,7 +116,7 @@ class LeanEngine(LeanPeer):
             max_requests=max_requests,
             block_size_tokens=256,
         )
-        super().__init__(address, hello)
+        super().__init__(context, address, hello)
 
     def handle(self, head: list[object], frames: Frames) -> None:
         if head[0] != Header.DISPATCH:
@@ -134,13 +140,39 @@ class LeanEngine(LeanPeer):
         self.socket.send(Partial(self.route, entries, _TOKEN * len(entries)).to_frames())
 
 
+class DirectEngine:
+    """Answers clients that connect to it, with nobody between: what the machine and the load itself take.
+
+    taken: as LeanEngine has it.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.taken: dict[bytes, tuple[float, float]] = {}
+        socket = context.socket(zmq.ROUTER)
+        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
+            socket.setsockopt(option, 0)
+        self.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        self.socket = EventSocket(socket, self._receive)
+        self.socket.start()
+
+    def _receive(self, frames: Frames) -> None:
+        arrived = time.perf_counter()
+        peer, head = frames[0], unpack(frames[1])
+        if head[0] == Header.HELLO:
+            self.socket.send([peer, *HelloAck(incarnation=1, state=CoordinatorState.RUNNING).to_frames()])
+        elif head[0] == Header.SUBMIT:
+            self.taken[head[1]] = (arrived, time.perf_counter())
+            self.socket.send([peer, *Final(0, head[1], _TOKEN, _REPLY).to_frames()])
+
+
 class LeanClient(LeanPeer):
     """on_final: called with the uid of each answer. on_partial: called for each message of partials."""
 
-    def __init__(self, address: str, name: str) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, name: str) -> None:
         self.on_final: Callable[[bytes], None] = lambda uid: None
         self.on_partial: Callable[[], None] = lambda: None
-        super().__init__(address, Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63)))
+        hello = Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63))
+        super().__init__(context, address, hello)
 
     def submit(self, prompt: bytes, *, streaming: bool = False) -> bytes:
         uid = secrets.token_bytes(16)
