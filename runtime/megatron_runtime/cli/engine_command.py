@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "int8", "int4"]),
     default="auto",
     show_default=True,
     help="Of the weights.",

@@ -64,7 +64,9 @@ class ServeOptions:
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
 @click.option("--engines", type=click.IntRange(1, 64), default=1, show_default=True, help="Data-parallel engines.")
 @click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch", show_default=True)
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto", show_default=True
+)
 @click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--max-requests", type=click.IntRange(min=1), default=64, show_default=True, help="At once, per engine.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of one step.")

@@ -129,3 +129,8 @@ def _write(path: Path, code: bytes) -> bool:
         _LOG.info("compiled code cannot be kept at %s: %s", path, error)
         return False
     return True
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    entry()
