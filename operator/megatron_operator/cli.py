@@ -224,15 +224,16 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
 @click.option("-n", "--namespace", help="Default: the context's.")
 @click.option("--context", help="Context of the kubeconfig.")
 def explain(name: str, namespace: str | None, context: str | None) -> None:
-    """Say why resource NAME is in its state, and what it waits for."""
-    from megatron_operator.explain import explanation
+    """Say what holds resource NAME up, from the resource down to the pod, the scheduler or the rank."""
+    from megatron_operator.explain import causes
     from megatron_operator.resource_client import ClusterError, ResourceClient
 
     try:
-        resource = ResourceClient(namespace=namespace, context=context).get(name)
+        client = ResourceClient(namespace=namespace, context=context)
+        text = causes(client.get(name), client.pods(name))
     except ClusterError as error:
         _fail(error)
-    click.echo(explanation(resource))
+    click.echo(text)
 
 
 if __name__ == "__main__":

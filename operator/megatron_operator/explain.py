@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.plan.diagnosis import diagnose
+from megatron_operator.plan.reduce import reduce_pod
+from megatron_operator.plan.world import PodView
 
 _DOCS = {reason.value: reason.doc for reason in Reason}
 
@@ -27,6 +30,39 @@ def explanation(resource: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> str:
+    """From the resource down to the pod, scheduler or rank that holds it up, one step a line."""
+    status = resource.get("status") or {}
+    lines = explanation(resource).split("\nconditions:")[0].split("\n")
+    if not status or status.get("plan") is None:
+        return "\n".join(lines)
+    engines = {entry["name"]: entry for entry in status.get("engines") or ()}
+    views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
+    nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
+    held_up = [view for view in views if not view.ready or view.deleting]
+    for name in sorted({view.engine or view.component for view in held_up}):
+        entry = engines.get(name)
+        state = f" is {entry['state']}, {entry.get('ranks', 0)} ranks registered" if entry is not None else ""
+        lines.append(f"  {name}{state}")
+        lines += [_pod_line(view, nodes.get(view.name)) for view in held_up if (view.engine or view.component) == name]
+    bare = sorted(name for name, entry in engines.items() if entry["state"] == "Pending")
+    with_pods = {view.engine for view in views}
+    lines += [f"  {name} is Pending and has no pods" for name in bare if name not in with_pods]
+    return "\n".join(lines)
+
+
+def _pod_line(view: PodView, node: str | None) -> str:
+    where = f"on node {node}" if node else "on no node"
+    found = diagnose(view)
+    if view.deleting:
+        why = "it is being deleted"
+    elif found is not None:
+        why = f"{found[0].value}: {found[1]}"
+    else:
+        why = view.reason or ("it runs and is not ready yet" if view.phase == "Running" else "its containers start")
+    return f"    pod {view.name}, {view.phase}, {where}: {why}"
+
+
 def _waiting(status: Mapping[str, Any]) -> list[str]:
     plan = status.get("plan")
     if plan is None:
@@ -35,7 +71,7 @@ def _waiting(status: Mapping[str, Any]) -> list[str]:
     lifecycle = status.get("lifecycle") or {}
     if lifecycle.get("phase") not in (None, "Confirmed"):
         total = lifecycle.get("totalRanks")
-        ranks = f", {lifecycle.get('confirmedRanks', 0)} of {total} ranks" if total is not None else ""
+        ranks = f", {lifecycle.get('confirmedRanks', 0)} of {total} ranks" if total else ""
         lines.append(f"  operation {lifecycle['operationId']}: {lifecycle['signal']} is {lifecycle['phase']}{ranks}")
         if lifecycle.get("message"):
             lines.append(f"    {lifecycle['message']}")

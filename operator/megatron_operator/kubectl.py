@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from megatron_operator import __version__
-from megatron_operator.explain import explanation
+from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import DesiredState
 from megatron_operator.resource_client import ClusterError, ResourceClient
 
@@ -41,6 +41,18 @@ def status(name: str, namespace: str | None, context: str | None) -> None:
     except ClusterError as error:
         raise click.ClickException(str(error)) from error
     click.echo(explanation(resource))
+
+
+@main.command()
+@_options
+def explain(name: str, namespace: str | None, context: str | None) -> None:
+    """Say what holds NAME up, from the resource down to the pod, the scheduler or the rank."""
+    try:
+        client = ResourceClient(namespace=namespace, context=context)
+        text = causes(client.get(name), client.pods(name))
+    except ClusterError as error:
+        raise click.ClickException(str(error)) from error
+    click.echo(text)
 
 
 def _verb(verb: str) -> None:

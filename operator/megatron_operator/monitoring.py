@@ -47,6 +47,14 @@ ALERTS: list[Object] = [
         action="Correct the spec after the diagnosis in status.engines; any change tries again.",
     ),
     _alert(
+        "MegatronKeyRotationStuck",
+        'megatron_operator_condition{type="Progressing",status="True",reason="RotatingKeys"} == 1',
+        wait="15m",
+        severity="warning",
+        summary="{{ $labels.namespace }}/{{ $labels.name }}: its keys are half rotated. Both generations work.",
+        action="status.plan.waitingOn says who does not use the new keys; look at the kubelet of its node.",
+    ),
+    _alert(
         "MegatronStateUnknown",
         'megatron_operator_resource_state{state="Unknown"} == 1',
         wait="5m",

@@ -6,6 +6,7 @@ import time
 from typing import Any
 
 from megatron_operator.model.resource import GROUP, PLURAL, VERSION
+from megatron_operator.render.context import LABEL_INSTANCE
 
 WATCH_SECONDS = 30
 
@@ -27,6 +28,7 @@ class ResourceClient:
             raise ClusterError(f"no usable kubeconfig: {error}; set KUBECONFIG") from error
         self.namespace: str = namespace or (active.get("context") or {}).get("namespace") or "default"
         self._api = client.CustomObjectsApi()
+        self._core = client.CoreV1Api()
         self._api_exception = client.ApiException
 
     def _call(self, verb: str, name: str, *args: Any) -> dict[str, Any]:
@@ -41,6 +43,19 @@ class ResourceClient:
         except HTTPError as error:
             raise ClusterError(f"the API server does not answer: {error}") from error
         return found
+
+    def pods(self, name: str) -> list[dict[str, Any]]:
+        """Every pod of a resource, as the API server shows it."""
+        from urllib3.exceptions import HTTPError
+
+        try:
+            found = self._core.list_namespaced_pod(self.namespace, label_selector=f"{LABEL_INSTANCE}={name}")
+        except self._api_exception as error:
+            raise ClusterError(f"pods of {self.namespace}/{name}: {error.status} {error.reason}") from error
+        except HTTPError as error:
+            raise ClusterError(f"the API server does not answer: {error}") from error
+        items: list[dict[str, Any]] = self._core.api_client.sanitize_for_serialization(found)["items"]
+        return items
 
     def get(self, name: str) -> dict[str, Any]:
         return self._call("get", name)

@@ -37,6 +37,14 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
             manifest({"model": SOURCE, "parallelism": {"tensor": 3}, "engine": {"gpusPerPod": 2}}),
             ["spec.parallelism", "must be divisible by spec.engine.gpusPerPod", "make one a multiple"],
         ),
+        (
+            manifest({"model": SOURCE, "weights": {"revision": "7"}}),
+            ["spec.weights.revision", "no other revisions", "remove spec.weights"],
+        ),
+        (
+            manifest({"model": SOURCE, "engine": {"batching": {"maxTokens": 8, "maxRequests": 9}}}),
+            ["spec.engine.batching.maxTokens", "give at least"],
+        ),
         (manifest({"model": SOURCE}, name="a" * 41), ["metadata.name", "at most 40 characters"]),
         (manifest({"model": SOURCE}, name="demo-server"), ["metadata.name", "choose another name"]),
         (manifest({"model": SOURCE, "replicas": -1}), ["spec.replicas", "greater than or equal to 0"]),

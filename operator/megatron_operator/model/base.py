@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.alias_generators import to_camel
 
 T = TypeVar("T", bound=BaseModel)
+Name = Annotated[str, Field(min_length=1, max_length=253)]
+"""Name of another object."""
 
 
 class ApiModel(BaseModel):

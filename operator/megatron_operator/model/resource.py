@@ -14,7 +14,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
 
-from megatron_operator.model.base import ApiModel, cel, section
+from megatron_operator.model.base import ApiModel, Name, cel, section
+from megatron_operator.model.source import ModelSpec, SecretKeyRef, WeightsSpec
 from megatron_operator.model.states import DesiredState
 
 GROUP = "inference.megatron.dev"
@@ -33,24 +34,6 @@ PodTemplate = Annotated[
     dict[str, Any],
     WithJsonSchema({"type": "object", "x-kubernetes-preserve-unknown-fields": True}),
 ]
-Name = Annotated[str, Field(min_length=1, max_length=253)]
-
-
-class Format(StrEnum):
-    AUTO = "Auto"
-    SAFETENSORS = "SafeTensors"
-    GGUF = "GGUF"
-    TORCH_DIST = "TorchDist"
-
-
-class Dtype(StrEnum):
-    AUTO = "Auto"
-    BFLOAT16 = "BFloat16"
-    FLOAT16 = "Float16"
-    FLOAT32 = "Float32"
-    INT8 = "Int8"
-    INT4 = "Int4"
-    FLOAT8 = "Float8"
 
 
 class RoutingPolicy(StrEnum):
@@ -79,130 +62,6 @@ class SuspendLevel(StrEnum):
     RELEASE_PODS = "ReleasePods"
 
 
-class SecretKeyRef(ApiModel):
-    name: Name = Field(description="Name of a Secret in the resource's namespace.")
-    key: Name = Field(description="Key within that Secret.")
-
-
-class HuggingFaceSource(ApiModel):
-    repo: str = Field(
-        description="Repository on the Hugging Face hub, as org/name.",
-        max_length=200,
-        pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
-    )
-    revision: str | None = Field(
-        default=None,
-        description="Commit to load. Pin it: a branch may move between the starts of two engines.",
-        min_length=1,
-        max_length=200,
-    )
-    token_secret_ref: SecretKeyRef | None = Field(
-        default=None, description="Access token for a gated or private repository."
-    )
-
-
-class ClaimSource(ApiModel):
-    claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
-    path: str = Field(
-        default="/",
-        description="Absolute path of the model inside the volume; {revision} is replaced by spec.weights.revision.",
-        max_length=1024,
-        pattern=r"^/",
-    )
-
-
-class ImageSource(ApiModel):
-    reference: str = Field(
-        description="OCI image or artifact that holds the weights; mounted as an image volume (experimental).",
-        min_length=1,
-        max_length=512,
-    )
-    path: str = Field(
-        default="/",
-        description="Absolute path of the model inside the image; {revision} is replaced by spec.weights.revision.",
-        max_length=1024,
-        pattern=r"^/",
-    )
-
-
-_SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
-_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
-
-
-class ModelSource(ApiModel):
-    model_config = ConfigDict(
-        json_schema_extra={
-            "x-kubernetes-validations": [
-                cel(
-                    f"{_SET_SOURCES}.exists(set, set)",
-                    f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
-                ),
-                cel(
-                    f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
-                    f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
-                ),
-            ]
-        }
-    )
-
-    builtin: str | None = Field(
-        default=None,
-        description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
-        max_length=63,
-        pattern=r"^[a-z0-9][a-z0-9.-]*$",
-    )
-    hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
-    persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
-    image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
-
-    @model_validator(mode="after")
-    def _exactly_one(self) -> Self:
-        chosen = (self.builtin, self.hugging_face, self.persistent_volume_claim, self.image)
-        count = sum(source is not None for source in chosen)
-        if count != 1:
-            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
-        return self
-
-    @property
-    def path(self) -> str | None:
-        """The path in the volume, `{revision}` not yet filled; None where the source has no path."""
-        for source in (self.persistent_volume_claim, self.image):
-            if source is not None:
-                return source.path
-        return None
-
-
-class ModelSpec(ApiModel):
-    name: str | None = Field(
-        default=None,
-        description="Name in /v1/models; metadata.name when absent.",
-        min_length=1,
-        max_length=256,
-        pattern=r"^[A-Za-z0-9][\w./:-]*$",
-    )
-    source: ModelSource = Field(description="Where the weights come from: exactly one of the fields below.")
-    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto looks at the files.")
-    dtype: Dtype = Field(
-        default=Dtype.AUTO,
-        description="Type the weights are computed in; Auto takes what the model says and the device does well.",
-    )
-    max_sequence_length: int = Field(
-        default=4096,
-        description="Longest prompt plus completion, in tokens.",
-        ge=1,
-        le=16_777_216,
-    )
-
-
-class WeightsSpec(ApiModel):
-    revision: str = Field(
-        description="Fills {revision} in the path of the model's source. A change refreshes the weights in place.",
-        min_length=1,
-        max_length=63,
-        pattern=r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
-    )
-
-
 class Parallelism(ApiModel):
     tensor: int = Field(default=1, ge=1, le=256, description="Ranks that share every layer.")
     pipeline: int = Field(default=1, ge=1, le=256, description="Stages the layers are cut into.")
@@ -215,6 +74,18 @@ class Parallelism(ApiModel):
 
 
 class Batching(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    "!has(self.maxTokens) || !has(self.maxRequests) || self.maxTokens >= self.maxRequests",
+                    "spec.engine.batching.maxTokens: every running request needs a token of each step; give at least "
+                    "spec.engine.batching.maxRequests",
+                )
+            ]
+        }
+    )
+
     max_requests: int | None = Field(
         default=None, ge=1, le=65536, description="Most requests in one batch; derived from memory when absent."
     )
@@ -232,6 +103,15 @@ class Batching(ApiModel):
     )
     prefix_caching: bool = Field(default=True, description="Reuse KV blocks of equal prompt prefixes.")
     chunked_prefill: bool = Field(default=True, description="Cut long prompts into chunks that share steps.")
+
+    @model_validator(mode="after")
+    def _enough_tokens(self) -> Self:
+        if self.max_tokens is not None and self.max_requests is not None and self.max_tokens < self.max_requests:
+            raise ValueError(
+                f"spec.engine.batching.maxTokens: is {self.max_tokens}; every running request needs a token of each "
+                f"step; give at least spec.engine.batching.maxRequests = {self.max_requests}"
+            )
+        return self
 
 
 class EngineSpec(ApiModel):
@@ -357,6 +237,7 @@ class RolloutSpec(ApiModel):
     max_unavailable: int = Field(default=1, ge=1, le=1024, description="Engines that a rollout may take out at once.")
 
 
+_NO_PLACE = "has no {revision} to fill with spec.weights.revision; put it into the path, or remove spec.weights"
 _POD_DIVISOR = "(self.engine.gpusPerPod > 0 ? self.engine.gpusPerPod : self.engine.ranksPerPod)"
 _RANKS = "(self.parallelism.tensor * self.parallelism.pipeline * self.parallelism.expert)"
 
@@ -387,6 +268,20 @@ class MegatronInferenceSpec(ApiModel):
                     "has(self.weights) || !has(self.model.source.image) || "
                     "!self.model.source.image.path.contains('{revision}')",
                     "spec.model.source.image.path: contains {revision}, so spec.weights.revision must be set",
+                ),
+                cel(
+                    "!has(self.weights) || !has(self.model.source.builtin)",
+                    "spec.weights.revision: a builtin model has no other revisions; remove spec.weights",
+                ),
+                cel(
+                    "!has(self.weights) || !has(self.model.source.persistentVolumeClaim) || "
+                    "self.model.source.persistentVolumeClaim.path.contains('{revision}')",
+                    "spec.model.source.persistentVolumeClaim.path: " + _NO_PLACE,
+                ),
+                cel(
+                    "!has(self.weights) || !has(self.model.source.image) || "
+                    "self.model.source.image.path.contains('{revision}')",
+                    "spec.model.source.image.path: " + _NO_PLACE,
                 ),
             ]
         }
@@ -428,11 +323,16 @@ class MegatronInferenceSpec(ApiModel):
                 "spec.weights.revision: not allowed together with spec.model.source.huggingFace.revision; "
                 "remove one of the two"
             )
-        if self.weights is None and source.path is not None and "{revision}" in source.path:
-            field = "image" if source.image is not None else "persistentVolumeClaim"
+        if self.weights is not None and source.builtin is not None:
+            raise ValueError("spec.weights.revision: a builtin model has no other revisions; remove spec.weights")
+        field = "image" if source.image is not None else "persistentVolumeClaim"
+        placed = source.path is not None and "{revision}" in source.path
+        if self.weights is None and placed:
             raise ValueError(
                 f"spec.model.source.{field}.path: contains {{revision}}, so spec.weights.revision must be set"
             )
+        if self.weights is not None and source.path is not None and not placed:
+            raise ValueError(f"spec.model.source.{field}.path: {_NO_PLACE}")
         return self
 
     @property

@@ -22,15 +22,15 @@ def component_pods(scene: Scene, component: str) -> list[PodView]:
 
 def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
     """The first child, of all or of this name, that the API server refuses."""
-    if scene.template_error is not None:
-        return Reason.INVALID_POD_TEMPLATE, scene.template_error
-    manifests = list(scene.shared[0])
+    if scene.rendered.template_error is not None:
+        return Reason.INVALID_POD_TEMPLATE, scene.rendered.template_error
+    manifests = list(scene.rendered.shared[0])
     for engine in scene.engines:
-        manifest = scene.engine_manifest(engine.index, pods=scene.pods_for(engine))
+        manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
         if manifest is not None:
             manifests.append(manifest)
     for manifest in manifests:
-        found = scene.refused(manifest)
+        found = scene.rendered.refused(manifest)
         if found is not None and name in (None, child_ref(manifest).name):
             return found
     return None
@@ -64,9 +64,9 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     """What is wrong with one engine; None while it merely starts, or serves."""
     if engine.budget.exhausted is not None:
         return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
-    manifest = scene.engine_manifest(engine.index, pods=scene.pods_for(engine))
+    manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
     if manifest is not None:
-        refused = scene.refused(manifest)
+        refused = scene.rendered.refused(manifest)
         if refused is not None:
             return refused
     found = first_diagnosis(engine.pods)
@@ -92,8 +92,8 @@ def absent_engines(scene: Scene) -> list[EngineView]:
 
 def engines_wait(scene: Scene) -> Finding:
     """Why engines that should serve do not, as reason and object of "waiting for"."""
-    if scene.template_error is not None:
-        return Reason.INVALID_POD_TEMPLATE, f"the engines: {scene.template_error}"
+    if scene.rendered.template_error is not None:
+        return Reason.INVALID_POD_TEMPLATE, f"the engines: {scene.rendered.template_error}"
     absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
     for engine in absent:
         found = engine_finding(scene, engine)

@@ -35,7 +35,7 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
-        requeue_after=_soonest(verdict.requeue_after, scene.refusal_retry_in),
+        requeue_after=_soonest(verdict.requeue_after, scene.rendered.refusal_retry_in),
     )
 
 

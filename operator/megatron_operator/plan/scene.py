@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from megatron_operator.model.conditions import Reason
 from megatron_operator.model.resource import SuspendLevel
 from megatron_operator.model.states import CoordinatorState, DesiredState, LifecyclePhase, ResourceState, SignalKind
 from megatron_operator.plan import operation as operations
@@ -19,23 +18,18 @@ from megatron_operator.plan.budget import engine_budget
 from megatron_operator.plan.clock import seconds_since
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import Operation
-from megatron_operator.plan.reduce import child_ref
+from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
 from megatron_operator.plan.verbs import AGREEING
-from megatron_operator.plan.world import ChildRef, EngineReport, Manifest, World
-from megatron_operator.render import revision as revision_render
-from megatron_operator.render.children import shared_children
-from megatron_operator.render.context import ENGINE, SERVER, InvalidPodTemplate, RenderContext, manifest_hash
-from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.plan.world import ChildRef, EngineReport, World
+from megatron_operator.render.context import ENGINE, RenderContext
+from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
 
-APPS = "apps/v1"
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
 """How long past the drain deadline a Stopped resource keeps its pods when no coordinator, or an unwilling one, stops
 its engines. Then the pods go anyway: Stopped must not depend on a healthy coordinator."""
-REFUSAL_RETRY_SECONDS = 15
-"""A refused child is offered again this often: quotas and admission rules change without an event for us."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +48,10 @@ class Scene:
         return RenderContext(
             resource.name, resource.namespace, resource.uid, spec, self.world.settings, self.server_key
         )
+
+    @cached_property
+    def rendered(self) -> Rendered:
+        return Rendered(self.world, self.ctx, self.model_hash)
 
     @cached_property
     def server_key(self) -> int:
@@ -75,10 +73,10 @@ class Scene:
         if found is not None and found.weights is not None and found.phase is LifecyclePhase.CONFIRMED:
             return found.weights
         held = self.status.get("weights") or {}
-        return held.get("revision") if held.get("model") == self.model_identity else None
+        return held.get("revision") if held.get("model") == self.model_hash else None
 
     @cached_property
-    def model_identity(self) -> str:
+    def model_hash(self) -> str:
         resource = self.world.resource
         plain = RenderContext(resource.name, resource.namespace, resource.uid, resource.spec, self.world.settings)
         return model_hash(plain)
@@ -226,7 +224,7 @@ class Scene:
     def _engine(self, index: int, reports: Mapping[str, EngineReport]) -> EngineView:
         world, name = self.world, self.ctx.engine_name(index)
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
-        manifest = self.engine_manifest(index)
+        manifest = self.rendered.engine_manifest(index)
         return EngineView(
             index=index,
             name=name,
@@ -348,115 +346,6 @@ class Scene:
             if verb is not None:
                 return verb
         return self.observed
-
-    # --- What is rendered ---------------------------------------------------------------------------------------
-
-    @cached_property
-    def shared(self) -> tuple[list[Manifest], str | None]:
-        """The shared children, and why some of them could not be rendered."""
-        try:
-            return shared_children(self.ctx, server=self._server_ctx), None
-        except InvalidPodTemplate as error:
-            return [], str(error)
-
-    @cached_property
-    def _server_ctx(self) -> RenderContext:
-        """Front ends that serve keep the tokenizer they started with when only the weights changed."""
-        pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]
-        view = self.world.children.get(ChildRef("Deployment", self.ctx.server_name, APPS))
-        weights = self.ctx.spec.weights
-        if not pods or weights is None or view is None or view.model_hash != self.model_hash:
-            return self.ctx
-        started = weights.model_copy(update={"revision": pods[-1].weights or weights.revision})
-        return replace(self.ctx, spec=self.ctx.spec.model_copy(update={"weights": started}))
-
-    def engine_manifest(self, index: int, *, pods: int | None = None) -> Manifest | None:
-        """The StatefulSet of an engine. One that shall have no pods never fails for its podTemplate."""
-        count = self.ctx.spec.pods_per_engine if pods is None else pods
-        if (index, count) not in self._engine_manifests:
-            self._engine_manifests[index, count] = self._render_engine(index, count)
-        return self._engine_manifests[index, count]
-
-    @cached_property
-    def _engine_manifests(self) -> dict[tuple[int, int], Manifest | None]:
-        return {}
-
-    def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """An engine rendered from the inputs of the revision it has now, which is not the wanted one. None when they
-        are not known, or not rendered that way any more: then it is left as it is."""
-        found = engine.statefulset
-        revision = found.revision if found is not None else self.engine_status(engine.name).get("revision", "")
-        stored = self._stored_context(revision)
-        return None if stored is None else engine_statefulset(stored, engine.index, pods=pods)
-
-    def _stored_context(self, revision: str) -> RenderContext | None:
-        if revision not in self._stored_contexts:
-            ref = ChildRef(revision_render.KIND, revision_render.revision_name(self.ctx, revision), APPS)
-            view = self.world.children.get(ref)
-            usable = view is not None and view.owned and view.data is not None
-            data = view.data if view is not None and usable else None
-            found = None if data is None else revision_render.context_of(self.ctx, data, revision=revision)
-            self._stored_contexts[revision] = found
-        return self._stored_contexts[revision]
-
-    @cached_property
-    def _stored_contexts(self) -> dict[str, RenderContext | None]:
-        return {}
-
-    def _render_engine(self, index: int, count: int) -> Manifest | None:
-        try:
-            manifest = engine_statefulset(self.ctx, index, pods=count)
-        except InvalidPodTemplate:
-            manifest = None
-        if count == 0 and (manifest is None or self.refused(manifest) is not None):
-            return engine_statefulset(self._bare_ctx, index, pods=0)
-        return manifest
-
-    @cached_property
-    def _bare_ctx(self) -> RenderContext:
-        spec = self.ctx.spec
-        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None})})
-        return replace(self.ctx, spec=bare)
-
-    @cached_property
-    def template_error(self) -> str | None:
-        """Why a podTemplate cannot be merged, if so."""
-        if self.shared[1] is not None:
-            return self.shared[1]
-        if not self.wanted or self.engine_manifest(0) is not None:
-            return None
-        try:
-            engine_statefulset(self.ctx, 0, pods=0)
-        except InvalidPodTemplate as error:
-            return str(error)
-        return None
-
-    @cached_property
-    def model_hash(self) -> str:
-        return self.model_identity
-
-    def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
-        """The API server's last answer to this very manifest, if it was an error."""
-        ref = child_ref(manifest)
-        refusal = self.world.refusals.get(ref)
-        if refusal is None or refusal.hash != manifest_hash(manifest):
-            return None
-        template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
-        reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
-        return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
-
-    def may_offer(self, manifest: Manifest) -> bool:
-        """It was not refused, or so long ago that it is time to offer it again."""
-        if self.refused(manifest) is None:
-            return True
-        age = self.world.now - self.world.refusals[child_ref(manifest)].at
-        return age.total_seconds() >= REFUSAL_RETRY_SECONDS
-
-    @cached_property
-    def refusal_retry_in(self) -> float | None:
-        """Seconds until the next refused child is offered again; None while none is refused."""
-        ages = [(self.world.now - refusal.at).total_seconds() for refusal in self.world.refusals.values()]
-        return min((REFUSAL_RETRY_SECONDS - age for age in ages if age < REFUSAL_RETRY_SECONDS), default=None)
 
 
 VERB_STATE: dict[SignalKind, ResourceState] = {

@@ -82,7 +82,7 @@ def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:
     if wanted is None:
         return None
     held = scene.weights_held or (wanted.revision if serving else None)
-    return None if held is None else {"revision": held, "model": scene.model_identity}
+    return None if held is None else {"revision": held, "model": scene.model_hash}
 
 
 def _keys(scene: Scene) -> Mapping[str, Any] | None:

@@ -33,7 +33,7 @@ def apply(manifest: Manifest) -> ApplyChild:
 def _due(scene: Scene, manifest: Manifest) -> bool:
     """The child is missing or differs, and applying it is neither refused nor pointless."""
     view = scene.world.children.get(child_ref(manifest))
-    if not scene.may_offer(manifest):
+    if not scene.rendered.may_offer(manifest):
         return False
     if view is None:
         return True
@@ -49,7 +49,9 @@ def upkeep(scene: Scene) -> list[Action]:
     if keys is not None and not keys.admin_admitted:
         actions.append(RotateKeys(scene.ctx.keys_name, keys.generation, keys.stage))
     actions += [
-        apply(manifest) for manifest in scene.shared[0] if _due(scene, manifest) and _may_apply(scene, manifest)
+        apply(manifest)
+        for manifest in scene.rendered.shared[0]
+        if _due(scene, manifest) and _may_apply(scene, manifest)
     ]
     actions += _record_revision(scene)
     for engine in scene.engines:
@@ -61,8 +63,8 @@ def upkeep(scene: Scene) -> list[Action]:
 def _try_again(scene: Scene) -> list[Action]:
     """A template that was refused before its engine's turn is tried again now and then: what refused it may be gone."""
     for engine in scene.wanted:
-        manifest = scene.engine_manifest(engine.index) if engine.stale else None
-        if manifest is not None and scene.refused(manifest) is not None and scene.may_offer(manifest):
+        manifest = scene.rendered.engine_manifest(engine.index) if engine.stale else None
+        if manifest is not None and scene.rendered.refused(manifest) is not None and scene.rendered.may_offer(manifest):
             return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
     return []
 
@@ -74,7 +76,7 @@ def _record_revision(scene: Scene) -> list[Action]:
     except InvalidPodTemplate:
         return []
     missing = scene.wanted and child_ref(manifest) not in scene.world.children
-    return [apply(manifest)] if missing and scene.may_offer(manifest) else []
+    return [apply(manifest)] if missing and scene.rendered.may_offer(manifest) else []
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
@@ -95,7 +97,7 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     if found is not None and (found.deleting or not found.owned):
         return actions
     manifest = _template_of(scene, engine, pods)
-    if manifest is None or not scene.may_offer(manifest):
+    if manifest is None or not scene.rendered.may_offer(manifest):
         return actions
     differs = found is None or found.replicas != pods or _due(scene, manifest)
     return [*actions, apply(manifest)] if differs else actions
@@ -105,11 +107,11 @@ def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None
     """The wanted template where it costs nothing: the engine has it, or has no pods. Else that of its own revision."""
     found = engine.statefulset
     if found is None and pods > 0:
-        return scene.own_manifest(engine, pods=pods) or scene.engine_manifest(engine.index, pods=pods)
+        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     free = found is None or engine.scaled == 0 or pods == 0
     if free or not engine.stale:
-        return scene.engine_manifest(engine.index, pods=pods)
-    return scene.own_manifest(engine, pods=pods)
+        return scene.rendered.engine_manifest(engine.index, pods=pods)
+    return scene.rendered.own_manifest(engine, pods=pods)
 
 
 def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Action]:
@@ -124,7 +126,7 @@ def remove_engine(scene: Scene, engine: EngineView, *, reason: str) -> list[Acti
 
 def _leftover_revisions(scene: Scene) -> list[Action]:
     """Records of revisions that no engine has, had when last seen, or is to get."""
-    if scene.template_error is not None:
+    if scene.rendered.template_error is not None:
         return []
     kept = {engine.rendered_revision for engine in scene.engines}
     kept |= {engine.statefulset.revision for engine in scene.engines if engine.statefulset is not None}
@@ -143,7 +145,7 @@ def _leftover_config(scene: Scene) -> list[Action]:
     """ConfigMaps of earlier contents, once no pod can still want one."""
     if any(engine.stale or engine.stale_pods for engine in scene.engines):
         return []
-    current = {manifest["metadata"]["name"] for manifest in scene.shared[0] if manifest["kind"] == "ConfigMap"}
+    current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
     prefix = f"{scene.ctx.name}-config-"
     return [
         DeleteChild(view.ref, view.uid, "no pod uses it any more")

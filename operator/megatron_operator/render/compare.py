@@ -142,11 +142,17 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
     steps = []
     if old is not None and old.spec.desired_state is not new.spec.desired_state:
         steps.append(f"{old.spec.desired_state.value} -> {new.spec.desired_state.value}, confirmed by every rank")
+    restarted = {change.child.split()[-1] for change in changes if change.restarts}
+    if new.coordinator_name in restarted:
+        steps.append("replace the coordinator: front ends hold requests until it is back, a matter of seconds")
+    another_model = old is not None and model_hash(old) != model_hash(new)
+    if new.server_name in restarted and not another_model:
+        steps.append("replace the front ends one after another; each serves what it has begun")
     engines = [change for change in changes if change.child.startswith("StatefulSet ")]
     removed = [change.child.split()[-1] for change in engines if change.verb == "delete"]
     steps += [f"drain and remove {name}" for name in reversed(removed)]
     replaced = [change.child.split()[-1] for change in engines if change.restarts]
-    if replaced and old is not None and model_hash(old) != model_hash(new):
+    if replaced and another_model:
         steps.append(f"drain all engines, then replace {', '.join(replaced)} and the servers together: another model")
     else:
         limit = new.spec.rollout.max_unavailable
@@ -157,4 +163,7 @@ def _steps(old: RenderContext | None, new: RenderContext, changes: tuple[Change,
         if replaced:
             left = max(0, new.spec.replicas - limit)
             steps.append(f"lowest capacity on the way: {left} of {new.spec.replicas} engines")
+    generation = new.spec.keys.generation
+    if old is not None and generation > old.spec.keys.generation:
+        steps.append(f"rotate the keys to generation {generation}; the coordinator is started anew once")
     return tuple(steps)

@@ -10,7 +10,7 @@ import yaml
 from click.testing import CliRunner
 
 from megatron_operator.cli import main
-from megatron_operator.explain import explanation
+from megatron_operator.explain import causes, explanation
 from megatron_operator.generate import generated_files
 from megatron_operator.install import install_manifests
 
@@ -73,6 +73,29 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
     assert "trouble: CrashLooping" in text
+
+
+def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=3)
+    cluster.broken_engines.add("demo-engine-1")
+    for _ in range(6):
+        cluster.step()
+        cluster.tick()
+    pod = cluster.pods["demo-engine-2-0"]
+    scheduled = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/1 nodes: cpu"}
+    pod["status"] = {"phase": "Pending", "conditions": [scheduled]}
+    pod["spec"] = {"nodeName": None}
+    cluster.pods["demo-engine-1-0"]["spec"] = {"nodeName": "node-a"}
+    metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
+    resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
+    lines = causes(resource, list(cluster.pods.values())).splitlines()
+    below = lines[lines.index("  demo-engine-1 is Pending, 0 ranks registered") :]
+    assert below[1].startswith("    pod demo-engine-1-0, Running, on node node-a: CrashLooping: ")
+    assert "exit code 3" in below[1]
+    assert below[2].startswith("  demo-engine-2 is ")
+    assert below[3].startswith("    pod demo-engine-2-0, Pending, on no node: Unschedulable: ")
+    assert "0/1 nodes: cpu" in below[3]
+    assert not [line for line in lines if "demo-engine-0" in line]
 
 
 def test_explain_without_a_status_asks_for_an_operator() -> None:

@@ -55,6 +55,15 @@ def test_defaults_are_those_of_the_reference() -> None:
             {"model": {"source": {"persistentVolumeClaim": {"claimName": "c", "path": "/x/{revision}"}}}},
             "so spec.weights.revision must be set",
         ),
+        (_spec(weights={"revision": "7"}), "a builtin model has no other revisions; remove spec.weights"),
+        (
+            {
+                "model": {"source": {"image": {"reference": "r", "path": "/x"}}},
+                "weights": {"revision": "7"},
+            },
+            "image.path: has no .revision. to fill",
+        ),
+        (_spec(engine={"batching": {"maxTokens": 8, "maxRequests": 9}}), "maxTokens: is 8.*maxRequests = 9"),
         (
             {
                 "model": {"source": {"huggingFace": {"repo": "a/b", "revision": "c"}}},

@@ -24,15 +24,15 @@ ASK_AGAIN_SECONDS = 2.0
 
 
 def _appliable(scene: Scene, engine: EngineView) -> bool:
-    manifest = scene.engine_manifest(engine.index)
+    manifest = scene.rendered.engine_manifest(engine.index)
     found = engine.statefulset
     usable = found is not None and found.owned and not found.deleting
-    return usable and manifest is not None and scene.refused(manifest) is None
+    return usable and manifest is not None and scene.rendered.refused(manifest) is None
 
 
 def _unvetted(scene: Scene, engine: EngineView) -> Verdict | None:
     """A template is tried in a dry run before an engine gives up its work for it."""
-    manifest = scene.engine_manifest(engine.index)
+    manifest = scene.rendered.engine_manifest(engine.index)
     if manifest is None or not engine.stale:
         return None
     action = apply(manifest)
@@ -46,7 +46,7 @@ def _unvetted(scene: Scene, engine: EngineView) -> Verdict | None:
 def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
     """Give an engine its new template and replace all its pods together."""
     actions: list[Action] = []
-    manifest = scene.engine_manifest(engine.index)
+    manifest = scene.rendered.engine_manifest(engine.index)
     if engine.stale and manifest is not None:
         actions.append(apply(manifest))
     deletion = delete_pods(engine, reason)

@@ -1,0 +1,151 @@
+"""`spec.model` and `spec.weights`: which model, where its weights come from, in which form."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Self
+
+from pydantic import ConfigDict, Field, model_validator
+
+from megatron_operator.model.base import ApiModel, Name, cel
+
+
+class Format(StrEnum):
+    AUTO = "Auto"
+    SAFETENSORS = "SafeTensors"
+    GGUF = "GGUF"
+    TORCH_DIST = "TorchDist"
+
+
+class Dtype(StrEnum):
+    AUTO = "Auto"
+    BFLOAT16 = "BFloat16"
+    FLOAT16 = "Float16"
+    FLOAT32 = "Float32"
+    INT8 = "Int8"
+    INT4 = "Int4"
+    FLOAT8 = "Float8"
+
+
+class SecretKeyRef(ApiModel):
+    name: Name = Field(description="Name of a Secret in the resource's namespace.")
+    key: Name = Field(description="Key within that Secret.")
+
+
+class HuggingFaceSource(ApiModel):
+    repo: str = Field(
+        description="Repository on the Hugging Face hub, as org/name.",
+        max_length=200,
+        pattern=r"^[A-Za-z0-9][\w.-]*/[\w.-]+$",
+    )
+    revision: str | None = Field(
+        default=None,
+        description="Commit to load. Pin it: a branch may move between the starts of two engines.",
+        min_length=1,
+        max_length=200,
+    )
+    token_secret_ref: SecretKeyRef | None = Field(
+        default=None, description="Access token for a gated or private repository."
+    )
+
+
+class ClaimSource(ApiModel):
+    claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
+    path: str = Field(
+        default="/",
+        description="Absolute path of the model inside the volume; {revision} is replaced by spec.weights.revision.",
+        max_length=1024,
+        pattern=r"^/",
+    )
+
+
+class ImageSource(ApiModel):
+    reference: str = Field(
+        description="OCI image or artifact that holds the weights; mounted as an image volume (experimental).",
+        min_length=1,
+        max_length=512,
+    )
+    path: str = Field(
+        default="/",
+        description="Absolute path of the model inside the image; {revision} is replaced by spec.weights.revision.",
+        max_length=1024,
+        pattern=r"^/",
+    )
+
+
+_SOURCES = ("builtin", "huggingFace", "persistentVolumeClaim", "image")
+_SET_SOURCES = "[" + ", ".join(f"has(self.{name})" for name in _SOURCES) + "]"
+
+
+class ModelSource(ApiModel):
+    model_config = ConfigDict(
+        json_schema_extra={
+            "x-kubernetes-validations": [
+                cel(
+                    f"{_SET_SOURCES}.exists(set, set)",
+                    f"spec.model.source: no source is set; set exactly one of {', '.join(_SOURCES)}",
+                ),
+                cel(
+                    f"{_SET_SOURCES}.exists_one(set, set) || !{_SET_SOURCES}.exists(set, set)",
+                    f"spec.model.source: several sources are set; set exactly one of {', '.join(_SOURCES)}",
+                ),
+            ]
+        }
+    )
+
+    builtin: str | None = Field(
+        default=None,
+        description="A model that ships with the runtime image, such as smollm2-135m; for demos and tests.",
+        max_length=63,
+        pattern=r"^[a-z0-9][a-z0-9.-]*$",
+    )
+    hugging_face: HuggingFaceSource | None = Field(default=None, description="A repository on the Hugging Face hub.")
+    persistent_volume_claim: ClaimSource | None = Field(default=None, description="A directory or file on a volume.")
+    image: ImageSource | None = Field(default=None, description="An OCI image volume (experimental).")
+
+    @model_validator(mode="after")
+    def _exactly_one(self) -> Self:
+        chosen = (self.builtin, self.hugging_face, self.persistent_volume_claim, self.image)
+        count = sum(source is not None for source in chosen)
+        if count != 1:
+            raise ValueError(f"spec.model.source: {count} sources are set; set exactly one of {', '.join(_SOURCES)}")
+        return self
+
+    @property
+    def path(self) -> str | None:
+        """The path in the volume, `{revision}` not yet filled; None where the source has no path."""
+        for source in (self.persistent_volume_claim, self.image):
+            if source is not None:
+                return source.path
+        return None
+
+
+class ModelSpec(ApiModel):
+    name: str | None = Field(
+        default=None,
+        description="Name in /v1/models; metadata.name when absent.",
+        min_length=1,
+        max_length=256,
+        pattern=r"^[A-Za-z0-9][\w./:-]*$",
+    )
+    source: ModelSource = Field(description="Where the weights come from: exactly one of the fields below.")
+    format: Format = Field(default=Format.AUTO, description="Format of the weights; Auto looks at the files.")
+    dtype: Dtype = Field(
+        default=Dtype.AUTO,
+        description="Type the weights are computed in; Auto takes what the model says and the device does well.",
+    )
+    max_sequence_length: int = Field(
+        default=4096,
+        description="Longest prompt plus completion, in tokens.",
+        ge=1,
+        le=16_777_216,
+    )
+
+
+class WeightsSpec(ApiModel):
+    revision: str = Field(
+        description="Fills {revision} in the path of the model's source. A change refreshes the weights in place.",
+        min_length=1,
+        max_length=63,
+        pattern=r"^[A-Za-z0-9]([\w.-]*[A-Za-z0-9])?$",
+    )
