@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 RENDEZVOUS_SECONDS = 900
 LAST_SECONDS = 4.0
-"""Once a rank has ended the others have so long to end by themselves. The agent would leave a stopped one for longer."""
+"""Once a rank has ended the others have so long to end by themselves. The agent would wait longer for a stopped one."""
 _LOOK_SECONDS = 0.5
 _NOT_OURS = "SIGUSR2"
 """The agent would end its ranks at once on the signals that it handles; SIGTERM has to let rank 0 drain."""

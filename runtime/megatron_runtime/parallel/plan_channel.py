@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 3.0
 """A connection over which nothing came for so long is closed, and its rank is lost."""
-HANG_SECONDS = 3.5
-"""A rank whose interpreter answers nothing for so long is lost, unless it was told to do something long."""
+HANG_SECONDS = 30.0
+"""A rank whose interpreter answers nothing for so long is lost, unless it was told to do something long. A compiler may
+hold an interpreter for seconds.
+"""
 LONGEST_LOAD_SECONDS = 600.0
 """Rank 0 may hold its interpreter while it loads; that its process lives, ZeroMQ's heartbeats tell."""
 FAREWELL_SECONDS = 2.0

@@ -1,0 +1,129 @@
+"""One rank of an engine without a coordinator: rank 0 answers the prompts it is given, the others follow it.
+
+What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
+suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
+time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); rendezvous_seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engines import termination
+from megatron_runtime.engines.build import run_other_rank
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.engines.executor import Executor
+from megatron_runtime.engines.rank_process import end_with
+from megatron_runtime.engines.rank_start import lead
+from megatron_runtime.engines.ranked_executor import RankedExecutor
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.parallel.errors import RankError
+from megatron_runtime.parallel.identity import RankIdentity, rank_identity
+from megatron_runtime.parallel.shard import ParallelSizes
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+
+KV_CACHE_MEMORY = 4 << 20
+
+
+def answers(executor: Executor, told: dict[str, Any]) -> dict[str, Any]:
+    """What an engine on `executor` makes of the prompts."""
+    engine = DynamicInferenceEngine(executor, InferenceConfig(block_size_tokens=16, enable_prefix_caching=True))
+    said: dict[int, dict[str, list[Any]]] = {}
+    for index, (prompt, sampling) in enumerate(zip(told["prompts"], told["sampling"], strict=True)):
+        params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)
+        said[index] = {"tokens": [], "log_probs": [], "prompt_log_probs": []}
+        engine.add_request(EngineRequest(index, np.array(prompt, np.int32), np.empty(0, np.int32), params, index))
+    steps = 0
+    while engine.has_work:
+        for output in engine.step():
+            assert output.error is None, output.error
+            one = said[output.request_id]
+            one["tokens"] += output.new_tokens
+            one["log_probs"] += output.new_log_probs or []
+            one["prompt_log_probs"] += output.prompt_log_probs or []
+        steps += 1
+        if steps == told.get("suspend_after"):
+            engine.suspend()
+            engine.resume()
+    engine.check_integrity()
+    return said
+
+
+def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, say: Connection | None) -> None:
+    """The whole life of one rank's process."""
+    errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(errors, sys.stderr.fileno())
+    end = Path(f"{log}.end")
+    end.touch()
+    # Where a container's status would look for it; functions have it as a default.
+    termination.write_termination_message.__defaults__ = (end,)
+    place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
+    os.environ.update({name: str(value) for name, value in place.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    sizes = ParallelSizes(tensor=told["tensor"], pipeline=told["pipeline"], expert=told["expert"])
+    settings = EngineSettings(
+        coordinator="tcp://127.0.0.1:1",
+        name="engine-0",
+        model=told["model"],
+        dtype="float32",
+        threads=1,
+        kv_cache_memory=KV_CACHE_MEMORY,
+        parallel=sizes,
+        rendezvous_seconds=told.get("rendezvous_seconds", 60),
+    )
+    identity = rank_identity(sizes)
+    assert identity is not None
+    _plant_failure(told, rank)
+    try:
+        if rank == 0:
+            assert say is not None
+            _lead(settings, identity, told, say)
+        else:
+            run_other_rank(settings, identity)
+    except RankError as error:
+        end_with(error)
+
+
+def _plant_failure(told: dict[str, Any], rank: int) -> None:
+    if told.get("fail", [None])[0] != rank:
+        return
+    _, name, times = told["fail"]
+    method, left = getattr(TorchExecutor, name), [times]
+
+    def failing(self: TorchExecutor, *arguments: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+            raise ValueError(f"{name} fails as told")
+        return method(self, *arguments)
+
+    setattr(TorchExecutor, name, failing)
+
+
+def _lead(settings: EngineSettings, identity: RankIdentity, told: dict[str, Any], say: Connection) -> None:
+    def part(groups: Any) -> TorchExecutor:
+        return TorchExecutor(
+            resolve(settings.model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups
+        )
+
+    executor: RankedExecutor = lead(settings, identity, part)
+    executor.watch(on_failure=lambda _error: None, on_leave=lambda: say.send("leave"))
+    try:
+        executor.load()
+    except (RankError, ValueError) as error:
+        say.send(str(error))
+        executor.load()
+    while told.get("forever"):
+        answers(executor, told)
+        say.send("step")
+    say.send(answers(executor, told))
+    executor.end(None)

@@ -1,0 +1,101 @@
+"""A rank that is gone, stopped, late or unable ends its engine or fails its order: always named, never waited for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
+PROMPTS = [[1, 5, 9, 3], [7] * 20]
+
+
+@pytest.fixture
+def told(llama: Callable[..., str]) -> dict[str, Any]:
+    return {
+        "model": llama(4, 2),
+        "tensor": 2,
+        "pipeline": 1,
+        "expert": 1,
+        "prompts": PROMPTS,
+        "sampling": GREEDY,
+    }
+
+
+def last_words(directory: Path, rank: int) -> dict[str, Any]:
+    return json.loads((directory / f"rank-{rank}.end").read_text())
+
+
+def test_a_killed_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "pipeline": 2, "forever": True})
+    assert engine.told() == "step"
+    engine.processes[3].kill()
+    assert engine.exit_codes() == [1, 1, 1, -signal.SIGKILL]
+    for rank in (0, 1, 2):
+        said = last_words(tmp_path, rank)
+        assert (said["reason"], said["rank"]) == ("RankLost", 3)
+        assert said["message"].startswith("rank 3: its connection ended")
+        assert "starts again with all its ranks" in said["remedy"]
+
+
+def test_a_stopped_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "forever": True})
+    assert engine.told() == "step"
+    os.kill(engine.processes[1].pid, signal.SIGSTOP)
+    engine.processes[0].join(60)
+    assert engine.processes[0].exitcode == 1
+    assert (last_words(tmp_path, 0)["reason"], last_words(tmp_path, 0)["rank"]) == ("RankLost", 1)
+
+
+def test_no_rank_outlives_the_first(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "forever": True})
+    assert engine.told() == "step"
+    engine.processes[0].kill()
+    assert engine.exit_codes() == [-signal.SIGKILL, 1]
+    assert (last_words(tmp_path, 1)["reason"], last_words(tmp_path, 1)["rank"]) == ("RankLost", 0)
+
+
+def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
+    start, told: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = start({**told, "forever": True, "fail": [1, "execute_part", 1]})
+    assert engine.exit_codes() == [1, 1]
+    for rank in (0, 1):
+        assert last_words(tmp_path, rank)["rank"] == 1
+        assert last_words(tmp_path, rank)["message"] == "rank 1: execute_part fails as told"
+
+
+def test_an_order_that_one_rank_cannot_do_is_undone_and_can_be_given_again(start, told: dict[str, Any]) -> None:
+    engine = start({**told, "fail": [1, "load", 1]})
+    assert engine.told() == "rank 1: load: load fails as told"
+    assert {index: len(answer["tokens"]) for index, answer in engine.told().items()} == {0: 12, 1: 12}
+    assert engine.exit_codes() == [0, 0]
+
+
+def test_sigterm_of_any_rank_asks_the_first_to_end_in_order(start, told: dict[str, Any]) -> None:
+    engine = start({**told, "forever": True})
+    assert engine.told() == "step"
+    engine.processes[1].terminate()
+    while (said := engine.told()) != "leave":
+        assert said == "step"
+
+
+def test_a_rank_that_does_not_come_is_named(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "pipeline": 2, "rendezvous_seconds": 3}, ranks=[0, 1, 3])
+    assert engine.exit_codes() == [1, 1, 1]
+    said = last_words(tmp_path, 0)
+    assert (said["reason"], said["rank"]) == ("RendezvousFailed", 2)
+    assert "missing are ranks [2] of 4" in said["message"]
+    assert "check that all pods of the engine run" in said["remedy"]
+
+
+def test_a_model_that_cannot_be_spread_so_is_refused(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "tensor": 1, "expert": 2})
+    assert engine.exit_codes() == [1, 1]
+    for rank in (0, 1):
+        assert "expert_parallel_size=2: this model has no experts: use 1" in (tmp_path / f"rank-{rank}").read_text()

@@ -1,0 +1,63 @@
+"""However an engine is spread over ranks, its answers are those of one rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_program import KV_CACHE_MEMORY, answers
+
+from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.loading.source import resolve
+
+PROMPTS = [[1, 5, 9, 3], [7] * 40, [2, 3], [11, 12, 13, 14, 15], [7] * 40 + [8]]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0, "return_log_probs": True},
+    {"temperature": 0.0, "return_log_probs": True, "skip_prompt_log_probs": False},
+    {"temperature": 1.0, "top_k": 20, "seed": 5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {9: 2.0}},
+    {"temperature": 0.8, "top_p": 0.9, "return_log_probs": True, "top_n_logprobs": 2},
+]
+
+
+def alone(model: str, told: dict[str, Any]) -> dict[int, Any]:
+    """What one rank answers."""
+    threads = torch.get_num_threads()
+    executor = TorchExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
+    executor.load()
+    try:
+        return answers(executor, told)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "heads", "kv_heads"),
+    [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],
+    ids=["TP 2 of one key-value head", "TP 3", "PP 2", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2"],
+)
+def test_ranks_answer_as_one(
+    start,
+    llama: Callable[..., str],
+    mixtral: str,
+    *,
+    tensor: int,
+    pipeline: int,
+    expert: int,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    model = llama(heads, kv_heads) if heads else mixtral
+    told = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    engine = start({**told, "tensor": tensor, "pipeline": pipeline, "expert": expert})
+    expected, found = alone(model, told), engine.told()
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
+    for index, answer in expected.items():
+        assert found[index]["tokens"] == answer["tokens"]
+        for kind in ("log_probs", "prompt_log_probs"):
+            np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
+    assert all(len(answer["tokens"]) == 12 for answer in found.values())
+    assert len(found[1]["prompt_log_probs"]) == 39
