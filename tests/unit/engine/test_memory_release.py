@@ -1,53 +1,64 @@
-"""A released executor has given its memory back to the operating system, and comes back the same."""
+"""A suspended engine has given its memory back to the operating system, and goes on where it was."""
 
 import json
 import subprocess
 import sys
 
+from megatron_runtime.config import KVCacheManagementMode
+
 SCRIPT = """
-import json, psutil
-import numpy as np
-from megatron_runtime.engines.executor import StepPlan
+import json
+import numpy as np, psutil
+from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engines.device import select_device
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
-from megatron_runtime.sampling.columns import SamplingColumns
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
-columns = SamplingColumns(1)
-none = np.empty(0, np.int32)
-columns.admit(0, SamplingParams(temperature=0.0), seed=0, prompt=none, generated=none)
 memory = lambda: psutil.Process().memory_info().rss
-executor = TorchExecutor(resolve("builtin:smollm2-135m"), dtype="float32", kv_cache_memory=256 << 20, threads=1)
 
-def step():
-    tokens, page_size = 64, executor.page_size
-    table = np.arange(tokens // page_size, dtype=np.int32)
-    return executor.execute(StepPlan(
-        token_ids=np.arange(tokens, dtype=np.int32), positions=np.arange(tokens, dtype=np.int32),
-        query_lengths=np.array([tokens], np.int32), context_lengths=np.array([tokens], np.int32),
-        block_tables=table[None], slot_mapping=np.arange(tokens, dtype=np.int64),
-        needs_sample=np.array([True]), sampling=columns.rows(
-            np.array([0]), generated=np.array([0]), needs_sample=np.array([True]), prompt_targets={}
-        ))).tokens.tolist()
+def life(mode):
+    config = InferenceConfig(
+        kv_cache_management_mode=mode, enable_prefix_caching=True, block_size_tokens=16, enable_chunked_prefill=True
+    )
+    executor = TorchExecutor(
+        resolve("builtin:smollm2-135m"), dtype="float32", kv_cache_memory=256 << 20, threads=1,
+        device=select_device("cpu", config),
+    )
+    engine = DynamicInferenceEngine(executor, config)
+    report = {"made": memory()}
+    executor.load()
+    report["loaded"] = memory()
+    params = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=IGNORE_EOS)
+    engine.add_request(EngineRequest(0, np.arange(9, 60, dtype=np.int32), np.empty(0, np.int32), params))
+    step = lambda: [token for output in engine.step() for token in output.new_tokens]
+    answer = step() + step()
+    report["used"] = memory()
+    engine.suspend()
+    report["suspended"] = memory()
+    engine.resume()
+    while engine.has_work:
+        answer += step()
+    engine.suspend()
+    return {**report, "answer": answer}
 
-report = {"made": memory()}
-executor.load()
-report["first"] = step()
-report["loaded"] = memory()
-executor.release_weights()
-executor.release_kv(None)
-report["released"] = memory()
-executor.load()
-report["second"] = step()
-print(json.dumps(report))
+print(json.dumps({mode: life(mode) for mode in KVCacheManagementMode}))
 """
 
 
-def test_release_frees_memory_and_load_brings_it_back() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=120)
+def test_a_suspend_leaves_the_memory_of_before_the_load_and_a_resume_goes_on() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    report = json.loads(done.stdout)
+    reports = json.loads(done.stdout)
+    assert set(reports) == set(KVCacheManagementMode)
+    made = reports["persist"]["made"]  # the first: nothing was loaded before it
     weights = 4 * 134_515_008
-    assert report["loaded"] - report["made"] > 0.9 * weights
-    assert report["loaded"] - report["released"] > 0.9 * weights
-    assert report["first"] == report["second"]
+    for mode, report in reports.items():
+        sizes = mode, {name: size >> 20 for name, size in report.items() if name != "answer"}
+        assert report["loaded"] - report["made"] > 0.9 * weights, sizes
+        assert report["used"] - report["suspended"] > 0.9 * weights, sizes
+        assert report["suspended"] < 1.15 * made, sizes
+        assert report["answer"] == reports["persist"]["answer"]
+    assert len(reports["persist"]["answer"]) == 6
