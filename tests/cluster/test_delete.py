@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import permutations
 from typing import Any
 
 import pytest
 from eventually import eventually
+from soak import SOAK
 
+from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.kinds import RESOURCE, Kind
 
 pytestmark = pytest.mark.cluster
@@ -66,3 +69,32 @@ async def test_crd_goes_with_its_resources_and_comes_back(
     await operator.reaches("leading")
     await resource.create()
     await resource.settled("Running")
+
+
+THINGS = ("resource", "namespace", "CRD", "operator")
+ORDERS = list(permutations(THINGS)) if SOAK else [THINGS[::-1], ("operator", "CRD", "namespace", "resource")]
+
+
+@pytest.mark.parametrize("order", ORDERS, ids="-".join)
+async def test_uninstalling_in_any_order_leaves_nothing(
+    order: tuple[str, ...], resource: Any, operator: Any, node: Any, api: Any, namespace: str, reinstall_crd: Any
+) -> None:
+    """Each is told to go before the one before it has gone."""
+    await resource.create()
+    await resource.until(lambda status: bool(status))
+    for thing in order:
+        if thing == "operator":
+            operator.stop()
+            continue
+        path = {
+            "resource": RESOURCE.path(namespace, resource.name),
+            "namespace": NAMESPACE.path(None, namespace),
+            "CRD": CRD.path(None, CRD_NAME),
+        }[thing]
+        try:
+            await api.request("DELETE", path)
+        except ApiError as error:
+            if not error.not_found:
+                raise
+    await gone(api, CRD, CRD_NAME)
+    await gone(api, NAMESPACE, namespace)

@@ -23,6 +23,7 @@ from typing import Any
 
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD, SECRET
+from megatron_operator.controller.watches import CHILD_SELECTOR
 from megatron_operator.render.context import COORDINATOR, ENGINE, LABEL_COMPONENT, LABEL_ENGINE, LABEL_INSTANCE
 
 LOOK_SECONDS = 0.15
@@ -58,7 +59,7 @@ class Container:
 
 
 class PlayedNode:
-    """Runs the pods of one namespace until stop()."""
+    """Runs the operator's pods in one namespace until stop()."""
 
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path, ports: Ports) -> None:
         self.ports = ports
@@ -97,7 +98,8 @@ class PlayedNode:
             await asyncio.sleep(LOOK_SECONDS)
 
     async def _look(self) -> None:
-        pods = {pod["metadata"]["uid"]: pod for pod in await self._api.list(POD, self._namespace)}
+        found = await self._api.list(POD, self._namespace, selector=CHILD_SELECTOR)
+        pods = {pod["metadata"]["uid"]: pod for pod in found}
         for uid in [uid for uid in self.containers if uid not in pods]:
             _end(self.containers.pop(uid), signal.SIGTERM)
         for uid, pod in pods.items():
