@@ -11,16 +11,15 @@ import asyncio
 import logging
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import zmq
 
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
-from megatron_operator.link.snapshot import refusal_of, snapshot_of, without_traffic
-from megatron_operator.model.states import SignalKind
-from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
+from megatron_operator.link.signals import SignalBook
+from megatron_operator.link.snapshot import snapshot_of, without_traffic
+from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -45,7 +44,6 @@ logger = logging.getLogger(__name__)
 PEER_NAME = "megatron-operator"
 """All operators bear one name: a new leader's HELLO replaces the old one's registration."""
 DEFAULT_SIGNAL_SECONDS = 60.0
-REMEMBERED_REFUSALS = 16
 GOODBYE_LINGER_MS = 200
 
 
@@ -69,14 +67,6 @@ class LinkTimings:
     """A connection that has not come up for so long is tried with the coordinator's other key, where there is one."""
     ack_margin: float = 5.0
     """Added to a signal's own deadline before it counts as unanswered."""
-
-
-@dataclass(slots=True)
-class _InFlight:
-    signal: SignalKind
-    until: float
-    asked: int
-    """Questions asked before it left; the answer to a later one knows it, if it arrived."""
 
 
 class CoordinatorLink:
@@ -105,8 +95,7 @@ class CoordinatorLink:
         self._expects_change = False
         self._nudge = asyncio.Event()
         self._reply: StatusReply | None = None
-        self._in_flight: dict[str, _InFlight] = {}
-        self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._signals = SignalBook(clock)
         self._busy_at: float | None = None
         """When a request was last seen; None before the first answer."""
         self._canaries = CanaryBook(clock)
@@ -146,7 +135,10 @@ class CoordinatorLink:
         if self._reply is None or not self._registered.is_set():
             return CoordinatorSnapshot(error=self._error)
         return snapshot_of(
-            self._reply, refusals=self._refusals, canaries=self._canaries.reports, idle_seconds=self._idle_seconds()
+            self._reply,
+            refusals=self._signals.refusals,
+            canaries=self._canaries.reports,
+            idle_seconds=self._idle_seconds(),
         )
 
     def _idle_seconds(self) -> float:
@@ -184,8 +176,7 @@ class CoordinatorLink:
 
     def awaits(self, operation_id: str) -> bool:
         """This signal was sent and its answer may still come."""
-        waiting = self._in_flight.get(operation_id)
-        return waiting is not None and waiting.until > self._clock()
+        return self._signals.awaits(operation_id)
 
     def signal(self, signal: Signal) -> bool:
         """Send it, unless its answer is still awaited. False when there is no connection to send it on.
@@ -209,9 +200,8 @@ class CoordinatorLink:
         )
         if not self._send(message):
             return False
-        self._refusals.pop(signal.operation_id, None)
-        self._in_flight[signal.operation_id] = _InFlight(
-            signal.kind, self._clock() + timeout + self._timings.ack_margin, self._asked
+        self._signals.sent(
+            signal.operation_id, signal.kind, seconds=timeout + self._timings.ack_margin, asked=self._asked
         )
         self._nudge.set()
         return True
@@ -257,12 +247,12 @@ class CoordinatorLink:
         self._expects_change = expected
 
     def _forget_registration(self, error: str) -> None:
-        """What was in flight is no longer awaited here: sent again, the same operation id joins or gets its answer."""
+        """What was in flight is no longer awaited here."""
         was = self._registered.is_set()
         self._registered.clear()
         self._reply = None
         self._error = error
-        self._in_flight.clear()
+        self._signals.forget_sent()
         self._canaries.forget_sent()
         self._asked = self._answers = 0
         self._answered.set()
@@ -304,9 +294,10 @@ class CoordinatorLink:
                 self._close_socket(f"no answer from {self._address}")
                 self._open_socket()
             return
-        self._drop_overdue()
+        if self._signals.drop_overdue():
+            self._on_change()
         self._nudge.clear()
-        busy = self._in_flight or self._expects_change
+        busy = self._signals or self._expects_change
         pause = self._timings.status_interval_busy if busy else self._timings.status_interval
         try:
             async with asyncio.timeout(pause):
@@ -330,19 +321,6 @@ class CoordinatorLink:
         except TimeoutError:
             return False
         return True
-
-    def _drop_overdue(self) -> None:
-        now = self._clock()
-        for operation_id in [key for key, waiting in self._in_flight.items() if waiting.until <= now]:
-            del self._in_flight[operation_id]
-            self._on_change()
-
-    def _drop_lost(self, known: set[str]) -> None:
-        """A signal that was said before the question, and is not in its answer, never arrived: it may be said again."""
-        for operation_id, waiting in list(self._in_flight.items()):
-            if self._answers > waiting.asked and operation_id not in known:
-                del self._in_flight[operation_id]
-                self._on_change()
 
     def _receive(self, frames: list[bytes]) -> None:
         try:
@@ -400,18 +378,16 @@ class CoordinatorLink:
             self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
         self._answered.set()
-        self._drop_lost({operation.operation_id for operation in reply.operations})
+        known = {operation.operation_id for operation in reply.operations}
+        if self._signals.drop_lost(known, answers=self._answers):
+            self._on_change()
         if without_traffic(self.snapshot) != before:
             self._on_change()
 
     def _on_ack(self, ack: ControlAck) -> None:
-        waiting = self._in_flight.pop(ack.operation_id, None)
+        self._signals.answered(ack)
         logger.info(
             "signal answered",
             extra={"operation_id": ack.operation_id, "ok": ack.ok, "code": ack.code, "error": ack.error},
         )
-        if waiting is not None and not ack.ok:
-            self._refusals[ack.operation_id] = refusal_of(ack, signal=waiting.signal)
-            while len(self._refusals) > REMEMBERED_REFUSALS:
-                self._refusals.popitem(last=False)
         self._on_change()
