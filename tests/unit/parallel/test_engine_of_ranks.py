@@ -1,0 +1,97 @@
+"""`megatron engine --tensor-parallel 2` beside a coordinator: verbs confirmed by every rank, and a rank killed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import psutil
+import pytest
+from fleet import Fleet, Load, until_serving, until_status
+
+from megatron_runtime.wire.headers import Header
+
+PROMPTS = [[1, 5, 9, 3 + index] for index in range(6)]
+
+
+@pytest.fixture
+async def fleet(tmp_path: Path) -> AsyncIterator[Fleet]:
+    fleet = Fleet(tmp_path)
+    yield fleet
+    await fleet.close()
+
+
+def ranks_of(launcher: int) -> dict[int, psutil.Process]:
+    """The processes of an engine's ranks by their numbers."""
+    return {int(child.environ()["RANK"]): child for child in psutil.Process(launcher).children() if child.cmdline()}
+
+
+@pytest.mark.timeout(280)
+async def test_every_rank_confirms_every_verb_and_a_killed_one_costs_no_request(
+    fleet: Fleet, llama: Callable[..., str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    model = llama(4, 2)
+    options = ("--executor", "torch", "--model", model, "--dtype", "float32", "--threads", "1")
+    memory = ("--kv-cache-memory", "4Mi", "--block-size-tokens", "16")
+    await fleet.coordinator()
+    ranked = await fleet.engine("engine-0", *options, *memory, "--tensor-parallel", "2")
+    await fleet.engine("engine-1", *options, *memory)
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines, seconds=120)
+    status = await link.status()
+    assert {engine.name: engine.ranks for engine in status.engines} == {"engine-0": 2, "engine-1": 1}
+    for kind in (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS, Header.UNPAUSE):
+        new = {"epoch": 1, "source": model} if kind is Header.UPDATE_WEIGHTS else {}
+        ack = await link.control(kind, operation_id=kind.name, fence=1, **new)
+        assert ack.ok, ack.error
+        assert (ack.ranks, ack.total_ranks) == (3, 3)
+    client = await fleet.client()
+
+    def load() -> Load:
+        load = Load([client])
+        for prompt in PROMPTS:
+            load.add(prompt, 60, temperature=0.0)
+        return load
+
+    undisturbed = load()
+    await undisturbed.finish(seconds=60)
+    answers = [record.final["generated_tokens"] for record in undisturbed.records if record.final is not None]
+    ranks = ranks_of(ranked.pid)
+    assert sorted(ranks) == [0, 1]
+    disturbed = load()
+    await disturbed.until(30)
+    ranks[1].kill()
+    await disturbed.finish(seconds=60)
+    for record, answer in zip(disturbed.records, answers, strict=True):
+        record.check(answer)
+    assert await ranked.process.wait() == 1
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks.values())
+    said = capfd.readouterr().err
+    assert "rank 1: its connection ended" in said
+    assert "rank 1 ended with signal SIGKILL, and the engine with it" in said
+    await until_status(
+        link,
+        lambda status: [engine.name for engine in status.engines] == ["engine-1"],
+        seconds=30,
+        what="the engine that lost a rank has left",
+    )
+
+
+@pytest.mark.timeout(280)
+async def test_an_engine_of_ranks_ends_in_order_at_sigterm(fleet: Fleet, llama: Callable[..., str]) -> None:
+    await fleet.coordinator()
+    options = ("--executor", "torch", "--model", llama(4, 2), "--dtype", "float32", "--threads", "1")
+    ranked = await fleet.engine("engine-0", *options, "--kv-cache-memory", "4Mi", "--pipeline-parallel", "2")
+    link = await fleet.admin()
+    await until_serving(link, fleet.engines, seconds=120)
+    client = await fleet.client()
+    load = Load([client])
+    load.add(PROMPTS[0], 200, temperature=0.0)
+    await load.until(5)
+    ranked.process.terminate()
+    await load.finish(seconds=60)  # what was begun is finished first
+    assert load.records[0].final is not None
+    assert len(load.records[0].final["generated_tokens"]) == 200
+    async with asyncio.timeout(60):
+        assert await ranked.process.wait() == 0
