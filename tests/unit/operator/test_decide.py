@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from megatron_operator.model.states import CoordinatorState
+from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, refuse_spec
 from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, Signal
 
@@ -455,6 +456,17 @@ def test_after_a_change_of_model_work_is_given_only_when_the_old_engines_are_gon
         decision = decide(replace(world, pods=(*world.pods, lingering)))
         assert not [action for action in decision.actions if isinstance(action, Signal | DeletePods)]
         cluster.tick()
+
+
+def test_each_engine_shows_the_digest_of_its_weights(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    world = cluster.world()
+    one, other = world.coordinator.engines
+    engines = (replace(one, digest="5eed"), other)
+    status = decide(replace(world, coordinator=replace(world.coordinator, engines=engines))).status
+    MegatronInferenceStatus.model_validate(status)
+    assert [engine.get("digest") for engine in status["engines"]] == ["5eed", None]
 
 
 def test_a_new_default_image_rolls(make_cluster: Any) -> None:
