@@ -17,7 +17,8 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Role
 
-FAST = Timing(heartbeat=0.05, suspect=0.4, dead=1.2, client_dead=1.2, recovery=0.0, slow_client=2.0)
+PATIENT = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0, slow_client=60.0)
+"""Silence says nothing: on a loaded machine ZeroMQ's thread may be late by seconds. Who tests silence says how long."""
 
 
 @dataclass
@@ -28,7 +29,7 @@ class Stage:
     closers: list[Callable[[], Any]] = field(default_factory=list)
 
     def coordinator(self, **settings: Any) -> Coordinator:
-        defaults = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": FAST}
+        defaults = {"listen": "127.0.0.1", "client_port": 0, "engine_port": 0, "admin_port": 0, "timing": PATIENT}
         coordinator = Coordinator(CoordinatorSettings(**{**defaults, **settings}))
         coordinator.start()
         self.coordinators.append(coordinator)

@@ -34,7 +34,8 @@ async def check_streams(streams, collect, *, tokens=12) -> None:
 
 @pytest.mark.parametrize("way", ["vanishes", "leaves", "falls silent", "restarts"])
 async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(stage, params, collect, way) -> None:
-    coordinator = stage.coordinator()
+    quick = Timing(heartbeat=0.05, suspect=0.4, dead=2.5, client_dead=60.0, recovery=0.0)
+    coordinator = stage.coordinator(**({"timing": quick} if way == "falls silent" else {}))
     first = await stage.engine("engine-0", step_seconds=None)
     client = await stage.client()
     streams = await start_streams(client, params, 5)
@@ -233,7 +234,7 @@ async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage,
 
 
 async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stage, params) -> None:
-    coordinator = stage.coordinator()
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, client_dead=1.2, recovery=0.0))
     engine = await stage.engine(step_seconds=None)
     client = await stage.client()
     client.add_request([1], params(4))

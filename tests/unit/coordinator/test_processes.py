@@ -134,17 +134,16 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
 
 async def test_told_to_end_the_coordinator_finishes_what_is_open_and_an_engine_hands_over(processes, params) -> None:
     coordinator = await processes.coordinator()
-    leaving = await processes.engine("leaving", "--drain-seconds", "0")
+    leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
     link, client = await processes.admin(), await processes.client()
     await until_serving(link, {"leaving"})
-    future = client.add_request(PROMPT, params(2000))
-    await asyncio.sleep(0.05)
+    future = client.add_request(PROMPT, params(300))
     await processes.engine("staying")
     await until_serving(link, {"leaving", "staying"})
     leaving.send_signal(signal.SIGTERM)
     assert await asyncio.wait_for(leaving.wait(), 20) == 0
     coordinator.send_signal(signal.SIGTERM)
-    assert (await future)["generated_tokens"] == echo_answer(PROMPT, 2000)
+    assert (await future)["generated_tokens"] == echo_answer(PROMPT, 300)
     assert await asyncio.wait_for(coordinator.wait(), 10) == 0
 
 

@@ -60,22 +60,6 @@ async def test_the_seed_is_the_users_or_minted_once(stage, params) -> None:
     assert first.bit_length() > 32 or second.bit_length() > 32
 
 
-async def test_ten_clients_with_a_thousand_requests_each(stage, params) -> None:
-    coordinator = stage.coordinator()
-    for number in range(3):
-        await stage.engine(f"engine-{number}", max_requests=256)
-    clients = [await stage.client() for _ in range(10)]
-    shared = params(2)
-    futures = [
-        client.add_request([number, index], shared) for number, client in enumerate(clients) for index in range(1000)
-    ]
-    replies = await asyncio.gather(*futures)
-    for position in range(0, 10_000, 97):
-        assert replies[position]["generated_tokens"] == echo_answer([position // 1000, position % 1000], 2)
-    assert coordinator.counters.completed == 10_000
-    assert coordinator.dispatcher.journal.bytes == 0
-
-
 async def test_an_engine_gets_no_more_than_it_runs_and_the_rest_keeps_its_order(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
