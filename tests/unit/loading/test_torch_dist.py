@@ -150,6 +150,7 @@ def test_saved_by_two_is_loaded_by_one_and_by_two(qwen: Path, saved_by_two: Path
             assert_equal_weights(*loaded)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_torch_reads_what_is_written(qwen: Path, tmp_path: Path) -> None:
     """The writer of the files is ours; the reader of torch, which Megatron-LM uses, is the judge."""
     convert(str(qwen), tmp_path / "megatron", to="torch_dist")

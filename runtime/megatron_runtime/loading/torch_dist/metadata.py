@@ -7,11 +7,9 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as dcp
 
 from megatron_runtime.loading.inert_pickle import Opaque, UnsafePickleError, read_pickle
 from megatron_runtime.loading.torch_dist.archive import DTYPES, DamagedFileError
@@ -50,16 +48,21 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
     path = directory / METADATA_FILE
     with path.open("rb") as file:
         found = read_pickle(file, where=str(path), trusted=_TRUSTED, opaque=_may_be_there)
-    if not isinstance(found, dcp.Metadata) or not isinstance(found.state_dict_metadata, Mapping):
+    if not isinstance(found, _Metadata):
         raise UnsafePickleError(f"{path} holds {type(found).__name__}: the index of a distributed checkpoint is wanted")
+    try:
+        places = _places(found, path)
+        index = {
+            key: _tensor(key, entry, places, path)
+            for key, entry in found.state_dict_metadata.items()
+            if isinstance(entry, _TensorEntry)
+        }
+    except (AttributeError, TypeError) as error:
+        raise UnsafePickleError(f"{path} is no index of torch.distributed.checkpoint: {error}") from error
     sizes: dict[str, int] = {}
-    places = _places(found, path)
-    index = {}
-    for key, entry in found.state_dict_metadata.items():
-        if isinstance(entry, dcp.TensorStorageMetadata):
-            index[key] = _tensor(key, entry, places, path)
-            for chunk in index[key].chunks:
-                sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
+    for tensor in index.values():
+        for chunk in tensor.chunks:
+            sizes[chunk.file] = max(sizes.get(chunk.file, 0), chunk.offset + chunk.length)
     _require_files(directory, sizes)
     return index
 
@@ -69,7 +72,7 @@ def _may_be_there(module: str, name: str) -> bool:
 
 
 def _tensor(
-    key: str, entry: dcp.TensorStorageMetadata, places: Mapping[tuple[str, tuple[int, ...]], Any], path: Path
+    key: str, entry: _TensorEntry, places: Mapping[tuple[str, tuple[int, ...]], Any], path: Path
 ) -> TensorIndex:
     shape = tuple(entry.size)
     chunks = []
@@ -92,12 +95,12 @@ def _tensor(
     return TensorIndex(shape, entry.properties.dtype, tuple(chunks))
 
 
-def _places(found: dcp.Metadata, path: Path) -> dict[tuple[str, tuple[int, ...]], Any]:
+def _places(found: _Metadata, path: Path) -> dict[tuple[str, tuple[int, ...]], Any]:
     if not isinstance(found.storage_data, Mapping):
         raise UnsafePickleError(f"{path} does not say where its tensors are: it was not saved to a file system")
     places = {}
     for where, place in found.storage_data.items():
-        if not isinstance(where, dcp.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
+        if not isinstance(where, _PartName) or not isinstance(place, _Place):
             raise UnsafePickleError(f"{path} lists {type(place).__name__} as a place: a file and an offset are wanted")
         if place.transform_descriptors:
             raise DamagedFileError(
@@ -126,29 +129,57 @@ def _require_files(directory: Path, sizes: Mapping[str, int]) -> None:
             )
 
 
+class _Record:
+    """Stands for a class of torch's that is nothing but its attributes; they come with the pickle."""
+
+    def __init__(self, *_: object) -> None: ...
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+
+class _Metadata(_Record): ...
+
+
+class _TensorEntry(_Record): ...
+
+
+class _ChunkEntry(_Record): ...
+
+
+class _PartName(_Record):
+    offset: Any = None
+
+
+class _Place(_Record):
+    transform_descriptors: Any = None
+
+
+class _Properties:
+    """Of a tensor. What follows its type says where and how it lay in memory."""
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.dtype = state[0]
+        if not isinstance(self.dtype, torch.dtype):
+            raise TypeError(f"{self.dtype!r} is no type of a tensor")
+
+
+_MODULE = "torch.distributed.checkpoint.metadata"
 _TRUSTED: dict[tuple[str, str], Any] = {
     ("builtins", "set"): set,
     ("builtins", "frozenset"): frozenset,
     ("builtins", "getattr"): Opaque,
     ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    **{
-        ("torch.distributed.checkpoint.metadata", kind.__name__): kind
-        for kind in (
-            dcp.Metadata,
-            dcp.MetadataIndex,
-            dcp.TensorStorageMetadata,
-            dcp.BytesStorageMetadata,
-            dcp.ChunkStorageMetadata,
-            dcp.TensorProperties,
-            dcp.StorageMeta,
-            dcp._MEM_FORMAT_ENCODING,
-        )
-    },
+    ("torch", "Size"): tuple,
+    ("torch.serialization", "_get_layout"): Opaque,
+    (_MODULE, "Metadata"): _Metadata,
+    (_MODULE, "MetadataIndex"): _PartName,
+    (_MODULE, "TensorStorageMetadata"): _TensorEntry,
+    (_MODULE, "ChunkStorageMetadata"): _ChunkEntry,
+    (_MODULE, "TensorProperties"): _Properties,
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
     # Where older releases had it.
-    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): dcp.TensorProperties,
-    ("torch.distributed._shard.sharded_tensor.metadata", "MEM_FORMAT_ENCODING"): dcp._MEM_FORMAT_ENCODING,
+    ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }
