@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 
 import pytest
 import zmq
@@ -23,7 +24,7 @@ from megatron_runtime.inference_client import (
 from megatron_runtime.requests.rejection import rejection
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import Abort, decode
+from megatron_runtime.wire.messages import Abort, Error, Final, Partial, PartialEntry, decode, pack, tokens_to_bytes
 
 PROMPT = [1, 2, 3]
 
@@ -133,6 +134,36 @@ class TestRequests:
         assert [reply["request_id"] for reply in replies] == [0, 1, 2]
         assert all(reply["latency"] > 0 for reply in replies)
         assert client.completion_futures == client._open == client._by_id == {}
+
+    async def test_latency_counts_from_add_request(self, client, pool, params) -> None:
+        pool.engine.step_seconds = None
+        begun = time.perf_counter()
+        future = client.add_request(PROMPT, params(1))
+        begun, called = time.perf_counter(), time.perf_counter() - begun
+        await pool.engine.until(lambda: pool.engine.jobs)
+        waited = time.perf_counter() - begun
+        pool.engine.step()
+        reply = await future
+        assert waited <= reply["latency"] <= called + time.perf_counter() - begun
+
+    async def test_what_comes_for_no_request_of_its_own_is_dropped(self, client, params) -> None:
+        uid = bytes(16)
+        partial = Partial(1, [PartialEntry(uid, 1, 0, 1)], tokens_to_bytes([5]))
+        final = Final(1, uid, tokens_to_bytes([5]), pack({"status": "COMPLETED"}))
+        error = Error(code=ErrorCode.DEADLINE, message="not yours", uid=uid)
+        for message in (partial, final, error):
+            client._link._receive(message.to_frames())
+        assert client.completion_futures == client.streams == client._open == {}
+        assert (await client.add_request(PROMPT, params(1)))["generated_tokens"] == echo_answer(PROMPT, 1)
+
+    @pytest.mark.parametrize("form", ["port", "host:port", "url"])
+    async def test_a_port_an_address_or_a_url_names_the_coordinator(self, pool, params, form) -> None:
+        address = pool.address.removeprefix("tcp://")
+        where = {"port": int(address.rpartition(":")[2]), "host:port": address, "url": pool.address}[form]
+        client = InferenceClient(where, deserialize=False)
+        await client.start()
+        assert (await client.add_request(PROMPT, params(1)))["generated_tokens"] == echo_answer(PROMPT, 1)
+        client.stop()
 
     async def test_outside_a_loop_there_is_no_future(self, client, params) -> None:
         with pytest.raises(RuntimeError, match="no running event loop"):

@@ -62,6 +62,22 @@ async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(st
     await stage.until(lambda: coordinator.counters.engines_lost == 1)
 
 
+async def test_nobody_is_woken_while_nothing_happens(stage) -> None:
+    """No polling: an idle coordinator hears its peers' heartbeats and its own timer, and nothing else."""
+    coordinator = stage.coordinator(timing=Timing(heartbeat=1000.0, suspect=5000.0, dead=9000.0, recovery=0.0))
+    engine = await stage.engine(heartbeat_seconds=None)
+    await stage.client()
+    loop = asyncio.get_running_loop()
+    await asyncio.sleep(0.05)  # what registration left to do
+    calls: list[str] = []
+    select = loop._selector.select
+    loop._selector.select = lambda timeout: calls.append("turn") or select(timeout)
+    await asyncio.sleep(0.5)
+    loop._selector.select = select
+    assert len(calls) < 10
+    assert coordinator.engines.named(engine.name) is not None
+
+
 async def test_an_engine_wrongly_thought_dead_cannot_double_a_token(stage, params, collect) -> None:
     coordinator = stage.coordinator()
     zombie = await stage.engine("zombie", step_seconds=None)
