@@ -74,6 +74,7 @@ RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
 rich.console, safetensors.torch, tokenizers, torch, uvicorn, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
+    /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl && \
+    python -m megatron_runtime.layers.native.compiled
 USER 65532:65532
 ENTRYPOINT ["megatron"]

