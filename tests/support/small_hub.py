@@ -23,6 +23,8 @@ class SmallHub:
     token:       asked for, where there is one.
     cut_after:   bytes after which a file's connection breaks, used up one by one; None lets one pass.
     statuses:    answered instead of files, used up one by one, with the seconds to wait.
+    list_statuses: the same for the list.
+    trickling:   paths of which a connection gives one byte.
     damaged:     paths whose content is other than the list says, for so many times.
     ignores_range: gives whole files to whoever asks for parts.
     requests:    (path, range) of files that were asked for.
@@ -39,6 +41,8 @@ class SmallHub:
     damaged: dict[str, int] = field(default_factory=dict)
     ignores_range: bool = False
     elsewhere: str | None = None
+    list_statuses: list[tuple[int, str]] = field(default_factory=list)
+    trickling: set[str] = field(default_factory=set)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
     listed: int = 0
@@ -100,6 +104,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _list(self, path: str) -> None:
         hub = self.owner
+        if hub.list_statuses:
+            status, after = hub.list_statuses.pop(0)
+            self._refuse(status, "slow down", after)
+            return
         wanted = [f"/api/models/{hub.repository}/revision/{name}" for name in (hub.branch, hub.commit)]
         if path not in wanted:
             self._refuse(404, "Repository Not Found")
@@ -132,7 +140,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("content-length", str(len(data) - start))
         self.end_headers()
-        cut = hub.cut_after.pop(0) if hub.cut_after else None
+        cut = hub.cut_after.pop(0) if hub.cut_after else 1 if name in hub.trickling else None
         self.wfile.write(data[start : None if cut is None else start + cut])
         if cut is not None:
             self.wfile.flush()

@@ -134,16 +134,28 @@ def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: 
 
 
 def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+    hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(429, "7"), (503, ""), (429, "9999")]
+    hub.list_statuses = [(429, "3")]
     get(hub, tmp_path, pauses)
-    assert pauses == [7.0, 2.0, 60.0]
+    assert pauses == [3.0, 7.0, 2.0, 60.0]
 
 
 def test_attempts_end(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+    hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(503, "")] * 6
     with pytest.raises(HubUnavailableError, match=r"0 of 8 bytes of config\.json are here: run this again to go on"):
         get(hub, tmp_path, pauses)
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
+
+
+def test_the_first_file_that_cannot_be_had_ends_the_others(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files = {f"{number}.json": b"x" * 10_000_000 for number in range(3)} | {"wrong.json": b"yz" * 500}
+    hub.damaged = {"wrong.json": 2}
+    hub.trickling = {f"{number}.json" for number in range(3)}
+    with pytest.raises(WrongContentError, match=r"wrong\.json"):
+        get(hub, tmp_path)
+    assert visible(tmp_path) == {}
 
 
 def test_a_hub_that_is_not_there() -> None:

@@ -25,10 +25,15 @@ class HubError(ValueError):
 
 
 class HubUnavailableError(OSError):
-    """The hub cannot be reached or is overloaded; asking again may help. retry_after: seconds, where it said so."""
+    """The hub cannot be reached or is overloaded; asking again may help.
 
-    def __init__(self, message: str, *, retry_after: float | None = None) -> None:
+    answered:    it was reached.
+    retry_after: seconds, where it said so.
+    """
+
+    def __init__(self, message: str, *, answered: bool = False, retry_after: float | None = None) -> None:
         super().__init__(message)
+        self.answered = answered
         self.retry_after = retry_after
 
 
@@ -163,6 +168,7 @@ def _require_success(answer: httpx.Response, reference: Reference) -> None:
         after = answer.headers.get("retry-after", "")
         raise HubUnavailableError(
             f"the hub is overloaded: {status} {said} for {reference}",
+            answered=True,
             retry_after=float(after) if after.isdecimal() else None,
         )
     raise HubError(f"the hub answers {status} {said} for {reference}")

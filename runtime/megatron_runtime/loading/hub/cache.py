@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
+import time
 from pathlib import Path
 
 from megatron_runtime.loading.hub.api import HubApi, Reference, read_token
 from megatron_runtime.loading.hub.fetch import TOKENIZER_PATTERNS, choose, fetch, read_manifest
+from megatron_runtime.loading.hub.transfer import patiently
 
+_log = logging.getLogger(__name__)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -34,18 +38,18 @@ def _directory(reference: Reference, *, tokenizer_only: bool) -> Path:
     try:
         commit = reference.revision
         if not _COMMIT.fullmatch(commit):
-            commit = api.list(reference).commit
+            commit = patiently(lambda: api.list(reference), wait=time.sleep).commit
         pinned = Reference(reference.repository, commit)
         whole, part = root / commit, root / f"{commit}-tokenizer"
         if _is_complete(whole):
             return whole
         if not tokenizer_only:
-            fetch(pinned, whole, api=api)
+            fetch(pinned, whole, api=api, progress=_Logged(pinned))
             (whole / _COMPLETE_FILE).touch()
             return whole
         if _is_complete(part):
             return part
-        names = choose(api.list(pinned).files, TOKENIZER_PATTERNS)
+        names = choose(patiently(lambda: api.list(pinned), wait=time.sleep).files, TOKENIZER_PATTERNS)
         if not any(file.path == "tokenizer.json" for file in names):
             return _directory(pinned, tokenizer_only=False)
         fetch(pinned, part, api=api, include=TOKENIZER_PATTERNS)
@@ -53,6 +57,25 @@ def _directory(reference: Reference, *, tokenizer_only: bool) -> Path:
         return part
     finally:
         api.close()
+
+
+class _Logged:
+    """Implements Progress with a line each tenth of the way: an engine that fetches looks idle otherwise."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._size = self._done = self._tenths = 0
+
+    def begin(self, *, files: int, size: int) -> None:
+        self._size = size
+        _log.info("fetching %s: %d files, %.1f GB", self._reference, files, size / 1e9)
+
+    def received(self, count: int) -> None:
+        self._done += count
+        tenths = self._done * 10 // max(self._size, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            _log.info("fetching %s: %d %% of %.1f GB", self._reference, tenths * 10, self._size / 1e9)
 
 
 _COMPLETE_FILE = ".megatron-complete"

@@ -7,19 +7,23 @@ import fnmatch
 import json
 import os
 import shutil
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_runtime.loading.hub.api import HubApi, HubError, Reference, RemoteFile
-from megatron_runtime.loading.hub.transfer import WrongContentError, check_file, fetch_file
+from megatron_runtime.loading.hub.api import HubApi, HubError, Listing, Reference, RemoteFile
+from megatron_runtime.loading.hub.transfer import WrongContentError, check_file, fetch_file, patiently
 
 MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
+_AT_ONCE = 4
+"""Files. One connection seldom fills a line."""
 
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
@@ -56,18 +60,19 @@ def fetch(
     api: HubApi,
     include: Sequence[str] = (),
     progress: Progress | None = None,
-    wait: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], object] | None = None,
 ) -> Manifest:
     """Get the files of `reference` to `directory`; those that are there and right are not fetched again.
 
     include: patterns of what to get; by default all but what the same weights are in other formats, and pictures.
+    wait:    lets a number of seconds pass.
 
     Raises HubError, HubUnavailableError, OSError.
     """
     told = progress or _Silent()
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
-        listing = api.list(reference)
+        listing = patiently(lambda: api.list(reference), wait=wait or time.sleep)
         wanted = choose(listing.files, include)
         if not wanted:
             raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
@@ -78,29 +83,72 @@ def fetch(
         told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
         _require_space(missing, directory)
         held = {file.path: known[file.path] for file in wanted if file not in missing}
-        for file in missing:
-            partial = directory / _PARTIAL_DIRECTORY / f"{file.path.replace('/', '--')}.{_short(file)}"
-            digest = check_file(file, directory / file.path)
-            if digest is None:
-                digest = fetch_file(
-                    api,
-                    listing,
-                    file,
-                    target=directory / file.path,
-                    partial=partial,
-                    received=told.received,
-                    wait=wait,
-                )
-            else:
-                told.received(file.size)
-            held[file.path] = {"sha256": digest, "size": file.size}
-            # After every file, so that what is there needs no second look when this is run again.
-            found = Manifest(listing.repository, listing.commit, held)
-            _write_manifest(directory, found)
+        _Transfers(api, listing, directory, held=held, told=told, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
         _write_manifest(directory, found)
         shutil.rmtree(directory / _PARTIAL_DIRECTORY, ignore_errors=True)
         return found
+
+
+class _Transfers:
+    """Several files at once; the first that cannot be had ends all."""
+
+    def __init__(
+        self,
+        api: HubApi,
+        listing: Listing,
+        directory: Path,
+        *,
+        held: dict[str, dict[str, Any]],
+        told: Progress,
+        wait: Callable[[float], object] | None,
+    ) -> None:
+        self._api = api
+        self._listing = listing
+        self._directory = directory
+        self._held = held
+        self._told = told
+        self._stop = threading.Event()
+        self._wait = wait or self._stop.wait
+        self._lock = threading.Lock()
+
+    def run(self, files: Sequence[RemoteFile]) -> None:
+        with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
+            transfers = [pool.submit(self._get, file) for file in files]
+            try:
+                for transfer in as_completed(transfers):
+                    transfer.result()
+            except BaseException:
+                self._stop.set()
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def _get(self, file: RemoteFile) -> None:
+        target = self._directory / file.path
+        digest = check_file(file, target)
+        if digest is not None:
+            self._received(file.size)
+        else:
+            name = f"{file.path.replace('/', '--')}.{(file.sha256 or file.blob or '')[:16]}"
+            digest = fetch_file(
+                self._api,
+                self._listing,
+                file,
+                target=target,
+                partial=self._directory / _PARTIAL_DIRECTORY / name,
+                received=self._received,
+                wait=self._wait,
+            )
+        with self._lock:
+            self._held[file.path] = {"sha256": digest, "size": file.size}
+            # After every file, so that what is there needs no second look when this is run again.
+            _write_manifest(self._directory, Manifest(self._listing.repository, self._listing.commit, self._held))
+
+    def _received(self, count: int) -> None:
+        if self._stop.is_set():
+            raise HubError("another file cannot be had")
+        with self._lock:
+            self._told.received(count)
 
 
 def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
@@ -184,10 +232,6 @@ def _write_manifest(directory: Path, manifest: Manifest) -> None:
 
 def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)
-
-
-def _short(file: RemoteFile) -> str:
-    return (file.sha256 or file.blob or "")[:16]
 
 
 def _names(files: Sequence[RemoteFile]) -> str:

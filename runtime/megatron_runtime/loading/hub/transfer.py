@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Listing, RemoteFile
 
 _log = logging.getLogger(__name__)
+_Answer = TypeVar("_Answer")
 
 _ATTEMPTS = 6
 """In a row without a new byte."""
@@ -31,7 +33,7 @@ def fetch_file(
     target: Path,
     partial: Path,
     received: Callable[[int], None],
-    wait: Callable[[float], None] = time.sleep,
+    wait: Callable[[float], object] = time.sleep,
 ) -> str:
     """Get `file` to `target` and return its sha256.
 
@@ -122,9 +124,9 @@ def _append(
     partial: Path,
     content: Content,
     received: Callable[[int], None],
-    wait: Callable[[float], None],
+    wait: Callable[[float], object],
 ) -> None:
-    """Until the file has its size. What was written is on the disk's side of this process: a kill loses none of it."""
+    """Until the file has its size. What is written is not kept in this process: a kill loses none of it."""
     failures = 0
     with partial.open("ab", buffering=0) as out:
         while content.size < file.size:
@@ -143,6 +145,24 @@ def _append(
                     raise HubUnavailableError(
                         f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to go on"
                     ) from error
-                pause = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
-                _log.warning("%s; trying again in %.0f s", error, pause)
-                wait(pause)
+                _pause(error, failures, wait)
+        # The manifest will vouch for the whole file: it must outlive the machine as the manifest does.
+        os.fsync(out.fileno())
+
+
+def patiently(ask: Callable[[], _Answer], *, wait: Callable[[float], object]) -> _Answer:
+    """What `ask` returns, asked again while the hub says that it is overloaded. Raises what `ask` raises."""
+    for failures in range(1, _ATTEMPTS):
+        try:
+            return ask()
+        except HubUnavailableError as error:
+            if not error.answered:
+                raise
+            _pause(error, failures, wait)
+    return ask()
+
+
+def _pause(error: HubUnavailableError, failures: int, wait: Callable[[float], object]) -> None:
+    seconds = min(_LONGEST_PAUSE, error.retry_after or _FIRST_PAUSE * 2 ** (failures - 1))
+    _log.warning("%s; trying again in %.0f s", error, seconds)
+    wait(seconds)
