@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import importlib.util
 import logging
 import os
 import platform
@@ -27,16 +28,24 @@ _PROCESSOR = "x86-64-v3"
 _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _SYMBOL = "megatron_native"
 _WORDS = 5
+_SOURCES = (
+    *("attention", "entry", "entry_points", "ir", "lookup", "records"),
+    *("rows", "sizes", "step", "sync", "tiles"),
+)
+"""What the machine code is made of."""
 
 Entry = Callable[[int, int, int, int, int], None]
 
 
+@cache
 def is_supported() -> bool:
-    """Whether this machine runs the compiled code: 64-bit x86 with AVX2, Linux."""
+    """Whether this machine runs the compiled code: 64-bit x86 with AVX2, Linux; numba, where it is to be compiled."""
     if platform.machine() not in ("x86_64", "AMD64") or sys.platform != "linux":
         return False
     features = llvm.get_host_cpu_features()
-    return all(features.get(name, False) for name in _NEEDED)
+    if not all(features.get(name, False) for name in _NEEDED):
+        return False
+    return importlib.util.find_spec("numba") is not None or any(path.is_file() for path in _paths())
 
 
 @cache
@@ -109,13 +118,14 @@ def _load(code: bytes) -> Entry:
     return call
 
 
+@cache
 def _paths() -> list[Path]:
     digest = hashlib.sha256(f"{llvmlite.__version__} {_PROCESSOR}".encode())
-    for source in sorted(_HERE.glob("*.py")):
-        digest.update(source.read_bytes())
-    name = f"native-{digest.hexdigest()[:16]}.o"
+    for name in _SOURCES:
+        digest.update((_HERE / f"{name}.py").read_bytes())
+    file = f"native-{digest.hexdigest()[:16]}.o"
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [_HERE / "__pycache__" / name, home / "megatron" / name]
+    return [_HERE / "__pycache__" / file, home / "megatron" / file]
 
 
 def _write(path: Path, code: bytes) -> bool:
@@ -123,6 +133,7 @@ def _write(path: Path, code: bytes) -> bool:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(code)
+        os.chmod(file.name, 0o644)
         # At once or not at all: others may start at the same time.
         os.replace(file.name, path)
     except OSError as error:

@@ -1,0 +1,42 @@
+"""python ours.py MODEL DTYPE THREADS"""
+
+import itertools
+import sys
+
+import numpy as np
+from worker import Generate, serve
+
+from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+
+
+def load() -> tuple[Generate, int]:
+    model, dtype, threads = sys.argv[1:]
+    engine = build_engine(
+        EngineSettings(
+            coordinator="tcp://127.0.0.1:0",  # never connected to
+            name="bench",
+            model=model,
+            dtype=dtype,
+            max_sequence_length=1024,
+            threads=int(threads),
+            prefix_caching=False,
+        )
+    ).engine
+    engine.executor.load()
+    numbers = itertools.count()
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
+        for prompt in prompts:
+            tokens = np.array(prompt, dtype=np.int32)
+            engine.add_request(EngineRequest(next(numbers), tokens, np.empty(0, dtype=np.int32), params))
+        while engine.has_work:
+            engine.step()
+
+    return generate, engine.executor.vocab_size
+
+
+serve(load)
