@@ -1,7 +1,9 @@
 """The chart, rendered by helm itself."""
 
 import subprocess
+from pathlib import Path
 
+import pytest
 import yaml
 
 from localcluster import installation
@@ -29,3 +31,31 @@ def test_the_chart_installs_what_the_install_manifest_does(platform: Platform) -
         if manifest["kind"] == "CustomResourceDefinition":
             assert found["spec"] == manifest["spec"]
     assert chart == {}
+
+
+GOLDEN = Path(__file__).parent / "golden"
+VARIANTS: dict[str, list[str]] = {
+    "namespaced": ["--set", "operator.namespaces={team-a,team-b}", "--set", "operator.replicas=2"],
+    "monitored": ["--set", "monitoring.scrape=true", "--set", "monitoring.alerts=true"],
+    "plain": ["--set", "security.enabled=false", "--set", "networkPolicy.enabled=false", "--set", "crd.keep=false"],
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_variant_of_the_chart_renders_to_its_golden_file(platform: Platform, name: str) -> None:
+    """All but the CRD, which the test above holds to the code."""
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    variant = [*VARIANTS[name], "--set", "crd.install=false", "-n", "megatron-system"]
+    rendered = subprocess.run([*command, *variant], check=True, capture_output=True, text=True).stdout
+    assert rendered == (GOLDEN / f"chart-{name}.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [("operator.replicas=-1", "/operator/replicas"), ("operator.bogus=1", "bogus"), ("image=x", "image")],
+)
+def test_a_value_that_the_chart_does_not_know_is_refused_by_name(platform: Platform, value: str, words: str) -> None:
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--set", value]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert words in refused.stderr
