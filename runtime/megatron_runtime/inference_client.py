@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import importlib
 import logging
-import secrets
 import threading
 import time
 import uuid
@@ -49,10 +48,8 @@ from megatron_runtime.wire.messages import (
     MalformedMessageError,
     Message,
     Partial,
-    RequestMeta,
     StatusReply,
     pack,
-    tokens_to_bytes,
 )
 from megatron_runtime.wire.security import PeerKeys
 
@@ -254,39 +251,12 @@ class InferenceClient(EngineVerbs):
         self._link.send(Abort(request.uid).to_frames())
         self._end(request)
 
-    def _new_request(
-        self,
-        prompt: str | Sequence[int],
-        sampling_params: SamplingParams,
-        *,
-        streaming: bool,
-        deadline_seconds: float | None,
-        engine: str,
-    ) -> PendingRequest:
-        text = isinstance(prompt, str)
-        body = prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt)
-        seed = sampling_params.seed if sampling_params.seed is not None else secrets.randbits(64)
-        now = time.perf_counter()
+    def _new_request(self, prompt: str | Sequence[int], params: SamplingParams, **options: Any) -> PendingRequest:
+        request = PendingRequest.make(prompt, params, **options)
         with self._ids:
-            request_id = self.next_request_id
+            request.request_id = self.next_request_id
             self.next_request_id += 1
-        return PendingRequest(
-            request_id=request_id,
-            uid=secrets.token_bytes(limits.UID_BYTES),
-            meta=RequestMeta(
-                streaming=streaming,
-                seed=seed,
-                text=text,
-                priority=sampling_params.priority,
-                cache_salt=sampling_params.cache_salt or "",
-                engine=engine,
-            ),
-            prompt=body,
-            params=pack(sampling_params.serialize()),
-            sampling_params=sampling_params,
-            submitted=now,
-            deadline=now + deadline_seconds if deadline_seconds is not None else None,
-        )
+        return request
 
     def _submit(self, request: PendingRequest) -> None:
         if request.future is not None:

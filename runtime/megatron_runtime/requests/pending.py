@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from megatron_runtime.async_stream import AsyncStream
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.messages import (
     Final,
     MalformedMessageError,
     Partial,
     RequestMeta,
     Submit,
+    pack,
     tokens_from_bytes,
+    tokens_to_bytes,
     unpack,
 )
 
@@ -68,6 +72,37 @@ class PendingRequest:
     timer: asyncio.TimerHandle | None = None
     generated: bytearray = field(default_factory=bytearray)
     details: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        streaming: bool,
+        deadline_seconds: float | None,
+        engine: str = "",
+    ) -> Self:
+        """A new request, submitted now, number 0. Its uid and, where the caller gave none, its seed are minted here."""
+        now = time.perf_counter()
+        text = isinstance(prompt, str)
+        return cls(
+            request_id=0,
+            uid=secrets.token_bytes(limits.UID_BYTES),
+            meta=RequestMeta(
+                streaming=streaming,
+                seed=params.seed if params.seed is not None else secrets.randbits(64),
+                text=text,
+                priority=params.priority,
+                cache_salt=params.cache_salt or "",
+                engine=engine,
+            ),
+            prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
+            params=pack(params.serialize()),
+            sampling_params=params,
+            submitted=now,
+            deadline=now + deadline_seconds if deadline_seconds is not None else None,
+        )
 
     @property
     def held(self) -> int:
