@@ -275,5 +275,6 @@ def new_operator(
         metrics=Metrics(),
         decide=decide,
         resync_seconds=resync_seconds,
+        coalesce_seconds=0.0,
     )
     return ResourceTask(uid=OWNER_UID, key=key, woken=woken or asyncio.Event(), parts=parts)

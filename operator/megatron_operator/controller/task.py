@@ -50,6 +50,8 @@ class Parts:
     metrics: Metrics
     decide: Callable[[World], Decision]
     resync_seconds: float
+    coalesce_seconds: float = 0.02
+    """Events come in bursts, one for each object: a pass begins so long after the first of them."""
 
 
 class ResourceTask:
@@ -89,6 +91,8 @@ class ResourceTask:
         backoff = BACKOFF_FIRST
         try:
             while True:
+                if self._woken.is_set():
+                    await asyncio.sleep(self._parts.coalesce_seconds)
                 self._woken.clear()
                 began = self.busy_since = time.monotonic()
                 asked = 0.0

@@ -59,8 +59,9 @@ class LinkTimings:
     """While a signal is unanswered or a change is expected."""
     answer_timeout: float = 3.0
     """Without an answer to STATUS for so long the coordinator counts as lost and the socket is opened anew."""
-    refresh_timeout: float = 1.0
-    """Longest a pass waits for a fresh STATUS."""
+    refresh_timeout: float = 3.0
+    """Longest a pass waits for a fresh STATUS. A coordinator that is dead is known by its connection; one that is only
+    busy is waited for, so that a crowded machine does not make the status go back and forth."""
     first_contact: float = 3.0
     """Since it was given an address, how long a pass waits for a connection that should come."""
     other_key: float = 1.0
