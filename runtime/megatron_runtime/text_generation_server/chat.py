@@ -69,16 +69,19 @@ class _ChatAnswer:
         choices: dict[int, ChatChoice] = {}
         async for piece in generation.stream():
             choice = choices.get(piece.index) or choices.setdefault(piece.index, self._choice(piece.index))
+            made_by = {"system_fingerprint": generation.weights.fingerprint}
             for delta in choice.feed(piece):
-                yield {**head, "choices": [self._delta(delta)], **usage}
+                yield {**head, **made_by, "choices": [self._delta(delta)], **usage}
         if self.asked.include_usage:
-            yield {**head, "choices": [], "usage": generation.usage.as_json()}
+            made_by = {"system_fingerprint": generation.weights.fingerprint}
+            yield {**head, **made_by, "choices": [], "usage": generation.usage.as_json()}
 
     def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
         return {
             "object": "chat.completion",
             **self.head,
             "model": self.asked.model,
+            "system_fingerprint": generation.weights.fingerprint,
             "choices": [self._whole_choice(piece) for piece in pieces],
             "usage": generation.usage.as_json(),
         }

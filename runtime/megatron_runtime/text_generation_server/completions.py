@@ -47,7 +47,8 @@ async def create_completion(service: Service, request: Request) -> Response:
         return service.stream(_events(service, generation, asked, head))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
     choices = [_choice(service, asked, piece) for piece in pieces]
-    return JSONResponse({**head, "choices": choices, "usage": generation.usage.as_json()})
+    made_by = {"system_fingerprint": generation.weights.fingerprint}
+    return JSONResponse({**head, **made_by, "choices": choices, "usage": generation.usage.as_json()})
 
 
 async def _prompt(service: Service, item: str | list[int], place: int, asked: CompletionRequest) -> Prompt:
@@ -67,9 +68,11 @@ async def _events(
 ) -> AsyncGenerator[dict[str, Any]]:
     usage: dict[str, Any] = {"usage": None} if asked.include_usage else {}
     async for piece in generation.stream():
-        yield {**head, "choices": [_choice(service, asked, piece)], **usage}
+        made_by = {"system_fingerprint": generation.weights.fingerprint}
+        yield {**head, **made_by, "choices": [_choice(service, asked, piece)], **usage}
     if asked.include_usage:
-        yield {**head, "choices": [], "usage": generation.usage.as_json()}
+        made_by = {"system_fingerprint": generation.weights.fingerprint}
+        yield {**head, **made_by, "choices": [], "usage": generation.usage.as_json()}
 
 
 def _choice(service: Service, asked: CompletionRequest, piece: Piece) -> dict[str, Any]:

@@ -87,6 +87,21 @@ class Usage:
         }
 
 
+@dataclass(slots=True)
+class Weights:
+    """Which epochs of the weights made a request's tokens, as far as its answers have said."""
+
+    epochs: set[int] = field(default_factory=set)
+
+    def add(self, reply: dict[str, Any]) -> None:
+        self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
+
+    @property
+    def fingerprint(self) -> str | None:
+        """For `system_fingerprint`: `weights-7`, or `weights-6-7` for tokens of both; None while nothing is known."""
+        return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
+
+
 class _Choice:
     """One choice on its way: what has come of it, and its pieces."""
 
@@ -169,6 +184,7 @@ class Generation:
     field_names: Mapping[str, str]
     coordinator_wait_seconds: float
     usage: Usage = field(default_factory=Usage)
+    weights: Weights = field(default_factory=Weights)
 
     async def collect(self) -> list[Piece]:
         """Return every choice whole, in order. Cancelled or failed, it aborts what is still open."""
@@ -255,6 +271,7 @@ class Generation:
             generated_log_probs=log_probs if log_probs is not None and len(log_probs) == len(tokens) else None,
         )
         self.usage.add(job, reply)
+        self.weights.add(reply)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece
 

@@ -208,3 +208,16 @@ async def test_a_coordinator_that_comes_back_costs_a_wait_and_no_token(start_sta
     ]
     assert "".join(delta.get("content", "") for delta in deltas) == undisturbed
     assert (await late).status_code == 200
+
+
+async def test_an_answer_says_which_weights_made_it(start_stack: StartStack) -> None:
+    stack = await start_stack()
+    assert (await stack.running.chat(max_tokens=3)).json()["system_fingerprint"] == "weights-0"
+    ack = await stack.admin.control(Header.SET_GENERATION_EPOCH, operation_id="epoch", fence=1, epoch=7)
+    assert ack.ok
+    assert (await stack.running.chat(max_tokens=3)).json()["system_fingerprint"] == "weights-7"
+    stream = await stack.running.chat(max_tokens=3, stream=True)
+    chunks = [json.loads(event[6:]) for event in stream.text.split("\n\n")[:-2]]
+    assert chunks[-1]["system_fingerprint"] == "weights-7"
+    plain = await stack.running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi", "max_tokens": 3})
+    assert plain.json()["system_fingerprint"] == "weights-7"
