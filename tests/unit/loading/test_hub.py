@@ -271,10 +271,12 @@ def test_a_reference_is_a_model(model_hub: SmallHub) -> None:
     assert isinstance(source, SafetensorsSource)
     assert model_hub.commit in source.directory.parts
     asked = len(model_hub.requests)
+    assert model_hub.listed == 1
     # A commit that is here needs no hub any more.
     model_hub.token = "changed"
     assert resolve(f"hf:org/name@{model_hub.commit}") == source
     assert len(model_hub.requests) == asked
+    assert model_hub.listed == 1
 
 
 def test_a_server_fetches_the_tokenizer_alone(model_hub: SmallHub) -> None:

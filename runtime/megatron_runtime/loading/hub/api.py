@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Iterator
@@ -83,6 +84,8 @@ class HubApi:
         headers = {"user-agent": "megatron-inference"}
         if token:
             headers["authorization"] = f"Bearer {token}"
+        # It logs addresses, and those of large files are signed: whoever has one may read the file.
+        logging.getLogger("httpx").setLevel(logging.WARNING)
         # The client leaves the token out where a redirect leads to another host.
         self._client = httpx.Client(headers=headers, timeout=_TIMEOUT, follow_redirects=True)
 

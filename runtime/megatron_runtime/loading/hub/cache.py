@@ -8,8 +8,8 @@ import re
 import time
 from pathlib import Path
 
-from megatron_runtime.loading.hub.api import HubApi, Reference, read_token
-from megatron_runtime.loading.hub.fetch import TOKENIZER_PATTERNS, choose, fetch, read_manifest
+from megatron_runtime.loading.hub.api import HubApi, Listing, Reference, read_token
+from megatron_runtime.loading.hub.fetch import TOKENIZER_PATTERNS, fetch, read_manifest
 from megatron_runtime.loading.hub.transfer import patiently
 
 _log = logging.getLogger(__name__)
@@ -33,30 +33,32 @@ def cache_root() -> Path:
 
 
 def _directory(reference: Reference, *, tokenizer_only: bool) -> Path:
-    root = cache_root() / reference.repository.replace("/", "--")
     api = HubApi(token=read_token())
     try:
-        commit = reference.revision
-        if not _COMMIT.fullmatch(commit):
-            commit = patiently(lambda: api.list(reference), wait=time.sleep).commit
-        pinned = Reference(reference.repository, commit)
-        whole, part = root / commit, root / f"{commit}-tokenizer"
-        if _is_complete(whole):
-            return whole
-        if not tokenizer_only:
-            fetch(pinned, whole, api=api, progress=_Logged(pinned))
-            (whole / _COMPLETE_FILE).touch()
-            return whole
-        if _is_complete(part):
-            return part
-        names = choose(patiently(lambda: api.list(pinned), wait=time.sleep).files, TOKENIZER_PATTERNS)
-        if not any(file.path == "tokenizer.json" for file in names):
-            return _directory(pinned, tokenizer_only=False)
-        fetch(pinned, part, api=api, include=TOKENIZER_PATTERNS)
-        (part / _COMPLETE_FILE).touch()
-        return part
+        return _fetched(reference, api, tokenizer_only=tokenizer_only)
     finally:
         api.close()
+
+
+def _fetched(reference: Reference, api: HubApi, *, tokenizer_only: bool) -> Path:
+    root = cache_root() / reference.repository.replace("/", "--")
+    listing = None if _COMMIT.fullmatch(reference.revision) else _list(api, reference)
+    commit = reference.revision if listing is None else listing.commit
+    whole, part = root / commit, root / f"{commit}-tokenizer"
+    for place in (whole, part) if tokenizer_only else (whole,):
+        if _is_complete(place):
+            return place
+    listing = listing or _list(api, reference)
+    apart = any(file.path == "tokenizer.json" for file in listing.files)
+    if tokenizer_only and apart:
+        fetch(reference, part, api=api, listing=listing, include=TOKENIZER_PATTERNS)
+        return _completed(part)
+    fetch(reference, whole, api=api, listing=listing, progress=_Logged(reference))
+    return _completed(whole)
+
+
+def _list(api: HubApi, reference: Reference) -> Listing:
+    return patiently(lambda: api.list(reference), wait=time.sleep)
 
 
 class _Logged:
@@ -80,6 +82,11 @@ class _Logged:
 
 _COMPLETE_FILE = ".megatron-complete"
 """Written once every file is there: from then on the hub is not asked again for this commit."""
+
+
+def _completed(directory: Path) -> Path:
+    (directory / _COMPLETE_FILE).touch()
+    return directory
 
 
 def _is_complete(directory: Path) -> bool:

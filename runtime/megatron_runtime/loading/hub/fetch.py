@@ -58,12 +58,14 @@ def fetch(
     directory: Path,
     *,
     api: HubApi,
+    listing: Listing | None = None,
     include: Sequence[str] = (),
     progress: Progress | None = None,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
     """Get the files of `reference` to `directory`; those that are there and right are not fetched again.
 
+    listing: of `reference`, where the caller has asked for it.
     include: patterns of what to get; by default all but what the same weights are in other formats, and pictures.
     wait:    lets a number of seconds pass.
 
@@ -72,7 +74,7 @@ def fetch(
     told = progress or _Silent()
     directory.mkdir(parents=True, exist_ok=True)
     with _locked(directory):
-        listing = patiently(lambda: api.list(reference), wait=wait or time.sleep)
+        listing = listing or patiently(lambda: api.list(reference), wait=wait or time.sleep)
         wanted = choose(listing.files, include)
         if not wanted:
             raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
