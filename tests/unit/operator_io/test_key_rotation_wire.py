@@ -14,7 +14,10 @@ from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.engines.build import build_engine
 from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Role
@@ -142,3 +145,59 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     assert tokens == echo_answer([1, 2], 8)
     assert site.coordinator.transport.gatekeeper is not None
     assert len(site.coordinator.clients) == 1
+
+
+async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_path: Path) -> None:
+    site = Site(Mounted(tmp_path))
+    settings = EngineSettings(
+        coordinator=site.address(Role.ENGINE),
+        name="engine-0",
+        executor="echo",
+        echo_step_seconds=0.01,
+        max_requests=8,
+        kv_cache_memory=1 << 20,
+        keys_dir=tmp_path,
+    )
+    worker = EngineWorker(settings, build_engine(settings))
+    serving = asyncio.create_task(worker.run())
+    await site.client.start(connect_timeout_seconds=20)
+    asked: list[asyncio.Task[list[int]]] = []
+    done = asyncio.Event()
+
+    async def keep_asking() -> None:
+        while not done.is_set():
+            asked.append(asyncio.create_task(answer(site.client, len(asked))))
+            await asyncio.sleep(0.05)
+
+    asking = asyncio.create_task(keep_asking())
+    try:
+        await site.until(lambda: asked and asked[0].done())
+        old = {name: text.strip() for name, text in site.secret.files.items()}
+        site.secret.go_on(KeyStage.ADMITTING)
+        await site.until(lambda: len(site.report.admitted) == len(Role) + 2)
+        site.secret.go_on(KeyStage.SWITCHING)
+        await site.until(lambda: {old["engine.pub"], old["client.pub"]}.isdisjoint(site.report.connected))
+        await site.until(lambda: len(site.report.connected) == 2)
+        site.secret.go_on(KeyStage.RESTARTING)
+        site.coordinator.stop()
+        site.start_coordinator()
+        await site.until(lambda: len(site.report.connected) == 2)
+        site.secret.go_on(KeyStage.SETTLED)
+        await site.until(lambda: len(site.report.admitted) == len(Role))
+        last = len(asked)
+        await site.until(lambda: len(asked) > last)
+    finally:
+        done.set()
+        await asking
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        site.client.stop()
+        worker.ended.set()
+        await serving
+        site.coordinator.stop()
+    assert answers == [echo_answer([1, number + 1], 8) for number in range(len(answers))]
+
+
+async def answer(client: InferenceClient, number: int) -> list[int]:
+    reply = await client.add_request([1, number + 1], SamplingParams(num_tokens_to_generate=8))
+    tokens: list[int] = reply["generated_tokens"]
+    return tokens
