@@ -58,6 +58,7 @@ SCALES = {
     Q6_K: slice(208, 210),
 }
 """Quantised GGML type -> the bytes of a block that are float16; everything else in it is small integers."""
+_HALF_EXPONENT = 0x7C00
 PLAIN_DTYPES = {F32: torch.float32, F16: torch.float16, BF16: torch.bfloat16}
 
 
@@ -73,10 +74,13 @@ class QuantizedTensor:
         """weight_NK in float32."""
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
-    def scales(self) -> torch.Tensor:
-        """Float16 scales and offsets of all blocks: if these are finite, all values are."""
-        blocks = self.blocks_NB.view(self.shape[0], -1, BLOCK_SIZES[self.kind][1])
-        return blocks[..., SCALES[self.kind]].contiguous().view(torch.float16)
+    def is_finite(self) -> bool:
+        """Whether all values are: if a block's scales and offsets are."""
+        where = SCALES[self.kind]
+        words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
+        # All bits of a float16's exponent are set in what is not finite.
+        exponents = words[:, where.start // 2 : where.stop // 2] & _HALF_EXPONENT
+        return bool(exponents.amax() < _HALF_EXPONENT)
 
     def rows(self, index: torch.Tensor | slice) -> QuantizedTensor:
         """Some of the rows."""
@@ -113,11 +117,12 @@ def dequantize(kind: int, blocks: torch.Tensor, shape: tuple[int, ...]) -> torch
 
 
 def _q4_0(blocks: torch.Tensor) -> torch.Tensor:
-    return (_nibbles(blocks[:, 2:]) - 8) * _half(blocks[:, :2])
+    return _nibbles(blocks[:, 2:]).sub_(8).mul_(_half(blocks[:, :2]))
 
 
 def _q4_1(blocks: torch.Tensor) -> torch.Tensor:
-    return _nibbles(blocks[:, 4:]).mul_(_half(blocks[:, :2])).add_(_half(blocks[:, 2:4]))
+    scales = _half(blocks[:, :4])
+    return _nibbles(blocks[:, 4:]).mul_(scales[:, :1]).add_(scales[:, 1:])
 
 
 def _q8_0(blocks: torch.Tensor) -> torch.Tensor:
@@ -130,7 +135,10 @@ def _half(two_bytes: torch.Tensor) -> torch.Tensor:
 
 def _nibbles(packed: torch.Tensor) -> torch.Tensor:
     """Low halves first, then high halves: a block of 32 values lies in 16 bytes."""
-    return torch.cat((packed & 15, packed >> 4), dim=1).float()
+    values = torch.empty(len(packed), 2, 16)
+    values[:, 0] = packed & 15
+    values[:, 1] = packed >> 4
+    return values.view(-1, 32)
 
 
 _FORMATS: dict[int, Callable[[torch.Tensor], torch.Tensor]] = {Q4_0: _q4_0, Q4_1: _q4_1, Q8_0: _q8_0}
