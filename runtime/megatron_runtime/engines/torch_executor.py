@@ -77,7 +77,8 @@ class TorchExecutor:
 
     @property
     def weight_bytes(self) -> int:
-        return self._store.num_bytes
+        """Read by a step; about, before the weights are loaded."""
+        return self._store.weights.bytes_per_step if self._store.weights is not None else self._store.num_bytes
 
     @property
     def has_weights(self) -> bool:

@@ -31,6 +31,11 @@ class Linear:
             return torch.ops.mkldnn._linear_pointwise(x_TK, self._weight, None, "none", [], "")
         return F.linear(x_TK, self._weight)
 
+    @property
+    def num_bytes(self) -> int:
+        """Read by a product."""
+        return self.out_features * self.in_features * self._weight.dtype.itemsize
+
     def dense(self) -> torch.Tensor:
         """weight_NK as it was given; a copy where it is packed."""
         return self._weight.to_dense() if self._packed else self._weight

@@ -55,6 +55,16 @@ class DecoderWeights:
     norm_D: torch.Tensor | None
     head_WD: Linear | None
 
+    @property
+    def bytes_per_step(self) -> int:
+        """Of the matrices that every step reads, experts as if all were asked."""
+        linears = [self.head_WD] if self.head_WD is not None else []
+        for layer in self.layers:
+            mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
+            linears += [layer.qkv_QD, layer.output_DH]
+            linears += [linear for mlp in mlps for linear in (mlp.gate_up_FD, mlp.down_DF)]
+        return sum(linear.num_bytes for linear in linears)
+
 
 class DecoderModel:
     """A function of weights and cache: it holds no state of any request.

@@ -39,6 +39,10 @@ class NativeLinear(Linear):
         shared_team().run_product(job)
         return y_TN
 
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.data.nbytes
+
     def dense(self) -> torch.Tensor:
         """weight_NK in float32, as it was rounded."""
         return _rows(self.matrix, torch.arange(self.out_features))
