@@ -8,6 +8,7 @@ import torch
 
 from megatron_runtime.engines.device import Device
 from megatron_runtime.loading.checkpoint import open_checkpoint
+from megatron_runtime.loading.progress import with_progress
 from megatron_runtime.loading.source import ModelSource, resolve
 from megatron_runtime.loading.verified import Signature, UnusableWeightsError, VerifiedCheckpoint, require_same_model
 from megatron_runtime.models.decoder import DecoderWeights
@@ -103,5 +104,6 @@ class WeightStore:
         require_same_model(found.config, wanted=self.config)
         checkpoint = VerifiedCheckpoint(found, expected=like.kinds if like is not None else None)
         self._device.require_memory(self.num_bytes, what=what)
-        weights = load_weights(checkpoint, self._dtype, shard=self._shard, linears=self._device.linears(self._dtype))
+        with with_progress(checkpoint, what=what) as shown:
+            weights = load_weights(shown, self._dtype, shard=self._shard, linears=self._device.linears(self._dtype))
         return weights, checkpoint.signature()

@@ -1,0 +1,42 @@
+"""A bar on a terminal while weights are read, and silence elsewhere."""
+
+import io
+import sys
+
+import pytest
+import torch
+import transformers
+
+from megatron_runtime.engines.device import Processor
+from megatron_runtime.engines.weight_store import WeightStore
+from megatron_runtime.loading.in_memory import model_in_memory
+from megatron_runtime.loading.progress import with_progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def tiny() -> transformers.PreTrainedModel:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
+
+
+def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    source = model_in_memory(tiny())
+    WeightStore(source, torch.float32, Processor()).load()
+    shown = sys.stderr.getvalue()
+    assert "loading the weights" in shown
+    assert "100%" in shown
+
+
+def test_elsewhere_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    checkpoint = model_in_memory(tiny()).checkpoint
+    with with_progress(checkpoint, what="loading") as shown:
+        assert shown is checkpoint
+    WeightStore(model_in_memory(tiny()), torch.float32, Processor()).load()
+    assert sys.stderr.getvalue() == ""
