@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -30,7 +31,7 @@ def answered_request(
     text:   None for an engine whose tokens are no text.
     """
     request = DynamicInferenceRequestRecord.from_reply(reply).merge()
-    request.sampling_params = sampling_params
+    request.sampling_params = copy.copy(sampling_params)  # its own: the caller may use the object for others
     request.prompt_tokens = prompt_tokens
     request.prompt = prompt if isinstance(prompt, str) else None
     if text is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -99,7 +100,7 @@ class PendingRequest:
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),
-            sampling_params=params,
+            sampling_params=copy.copy(params),
             submitted=now,
             deadline=now + deadline_seconds if deadline_seconds is not None else None,
         )

@@ -124,6 +124,18 @@ class TestDirectMode:
         assert llm.generate(prompts[42], greedy(2)).generated_tokens == batch[42].generated_tokens
         assert llm.generate([]) == []
 
+    @pytest.mark.parametrize("use_coordinator", [False, True])
+    def test_one_object_of_parameters_serves_many_requests(self, make, greedy, use_coordinator) -> None:
+        llm = make(use_coordinator=use_coordinator)
+        params = greedy(3, return_log_probs=True)
+        before = params.serialize()
+        answers = llm.generate([[number, 1] for number in range(5)], params)
+        assert params.serialize() == before
+        assert [answer.generated_length for answer in answers] == [3] * 5
+        own = [answer.sampling_params for answer in answers]
+        assert len({id(one) for one in [params, *own]}) == 6
+        assert all(one.num_tokens_to_generate == 3 for one in own)
+
     def test_more_prompts_than_may_wait(self, make, greedy) -> None:
         llm = make(inference_config=InferenceConfig(buffer_size_gb=0.02, max_waiting=4, max_requests=2))
         assert len(llm.generate([[1, 2]] * 30, greedy(2))) == 30
