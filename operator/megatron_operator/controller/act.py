@@ -235,6 +235,7 @@ class Actor:
                 return self._refused(ref, "", error)
             raise
         self._observer.remember_keys(written)
+        self.refusals.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
         return True
 
     def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:

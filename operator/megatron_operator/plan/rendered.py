@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.world import ChildRef, Manifest, World
+from megatron_operator.plan.world import ChildRef, Manifest, Refusal, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import shared_children
 from megatron_operator.render.context import SERVER, InvalidPodTemplate, RenderContext, manifest_hash
@@ -129,10 +129,14 @@ class Rendered:
 
     def may_offer(self, manifest: Manifest) -> bool:
         """It was not refused, or so long ago that it is time to offer it again."""
-        if self.refused(manifest) is None:
-            return True
-        age = self.world.now - self.world.refusals[child_ref(manifest)].at
-        return age.total_seconds() >= REFUSAL_RETRY_SECONDS
+        return self.refused(manifest) is None or self.just_refused(child_ref(manifest)) is None
+
+    def just_refused(self, ref: ChildRef) -> Refusal | None:
+        """The last answer about a child, while it is not yet time to try again."""
+        refusal = self.world.refusals.get(ref)
+        if refusal is None or (self.world.now - refusal.at).total_seconds() >= REFUSAL_RETRY_SECONDS:
+            return None
+        return refusal
 
     @cached_property
     def refusal_retry_in(self) -> float | None:

@@ -58,6 +58,9 @@ class Scene:
         """Generation of the coordinator's own key: as the Secret says, or as the Secret to be made will."""
         if self.world.keys is not None:
             return self.world.keys.server_generation
+        if ChildRef("Secret", f"{self.world.resource.name}-keys") in self.world.children:
+            # It is there and cannot be read: nothing is started anew for that.
+            return int((self.status.get("keys") or {}).get("generation", 1))
         return self.next_keys
 
     @cached_property

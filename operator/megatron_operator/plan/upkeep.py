@@ -43,21 +43,26 @@ def _due(scene: Scene, manifest: Manifest) -> bool:
 def upkeep(scene: Scene) -> list[Action]:
     """Applies and deletions that are right whatever policy decides."""
     actions: list[Action] = []
-    if scene.world.settings.security and ChildRef("Secret", scene.ctx.keys_name) not in scene.world.children:
-        actions.append(CreateKeys(scene.ctx.keys_name, scene.next_keys))
-    keys = scene.world.keys
-    if keys is not None and not keys.admin_admitted:
-        actions.append(RotateKeys(scene.ctx.keys_name, keys.generation, keys.stage))
-    actions += [
-        apply(manifest)
-        for manifest in scene.rendered.shared[0]
-        if _due(scene, manifest) and _may_apply(scene, manifest)
-    ]
+    actions += _keys(scene)
+    shared, _ = scene.rendered.shared
+    actions += [apply(manifest) for manifest in shared if _due(scene, manifest) and _may_apply(scene, manifest)]
     actions += _record_revision(scene)
     for engine in scene.engines:
         actions += _engine_upkeep(scene, engine)
     actions += _try_again(scene)
     return actions + _leftover_config(scene) + _leftover_revisions(scene)
+
+
+def _keys(scene: Scene) -> list[Action]:
+    """The Secret is made once, and admits the admin key that this operator has now."""
+    name, keys = scene.ctx.keys_name, scene.world.keys
+    if not scene.world.settings.security or scene.rendered.just_refused(ChildRef("Secret", name)) is not None:
+        return []
+    if ChildRef("Secret", name) not in scene.world.children:
+        return [CreateKeys(name, scene.next_keys)]
+    if keys is not None and not keys.admin_admitted:
+        return [RotateKeys(name, keys.generation, keys.stage)]
+    return []
 
 
 def _try_again(scene: Scene) -> list[Action]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import itertools
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -12,7 +13,8 @@ import zmq
 from small_cluster import MINIMAL, Cluster
 
 from megatron_operator.model.states import KeyStage
-from megatron_operator.plan.world import RotateKeys
+from megatron_operator.plan.decide import decide
+from megatron_operator.plan.world import ApplyChild, ChildRef, Refusal, RotateKeys
 from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
 from megatron_runtime.wire.security import generate_key_files
 
@@ -120,11 +122,36 @@ def test_a_lost_secret_is_made_anew_as_another_generation() -> None:
     assert cluster.log.count("the coordinator is started anew") == 1
 
 
+def test_a_secret_that_cannot_be_read_restarts_nothing() -> None:
+    cluster = _running()
+    cluster.patch(keys={"generation": 2})
+    cluster.settle()
+    template = cluster.objects[ChildRef("Deployment", "demo-coordinator", "apps/v1")]["spec"]["template"]
+    decision = decide(replace(cluster.world(), keys=None))
+    applied = [action for action in decision.actions if isinstance(action, ApplyChild)]
+    assert not [action for action in applied if action.manifest["spec"].get("template") != template]
+
+
 def test_another_admin_key_is_let_in_and_the_old_one_out() -> None:
     cluster = _running()
     cluster.admin = type(cluster.admin).generate()
     cluster.settle()
     assert _files(cluster)["admin.pub"] == [cluster.admin.public.decode()]
+
+
+def test_a_secret_that_cannot_be_written_is_named_and_not_hammered() -> None:
+    cluster = _running()
+    cluster.patch(keys={"generation": 2})
+    cluster.refusals[cluster.secret] = Refusal("", 422, "field is immutable when `immutable` is set", cluster.now)
+    for _ in range(10):
+        decision = cluster.step()
+        assert not [action for action in decision.actions if isinstance(action, RotateKeys)]
+        cluster.tick()
+    assert cluster.condition("Ready")["reason"] == "ChildRefused"
+    assert "field is immutable" in cluster.status["plan"]["waitingOn"]
+    cluster.now += timedelta(minutes=1)
+    cluster.settle()
+    assert cluster.status["keys"]["generation"] == 2
 
 
 def test_a_decision_made_from_an_older_secret_is_refused() -> None:

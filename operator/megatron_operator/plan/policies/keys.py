@@ -13,7 +13,7 @@ from megatron_operator.plan.clock import parse
 from megatron_operator.plan.policies.engines import running
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import EmitEvent, KeysView, RotateKeys
+from megatron_operator.plan.world import ChildRef, EmitEvent, KeysView, RotateKeys
 from megatron_operator.render.keys import AFTER
 
 LOOK_SECONDS = 2.0
@@ -52,6 +52,10 @@ def _step(generation: int) -> str:
 
 def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
     name = scene.ctx.keys_name
+    refusal = scene.rendered.just_refused(ChildRef("Secret", name))
+    if refusal is not None:
+        on = f"Secret {name} to be writable; the API server said {refusal.code}: {refusal.message}"
+        return waiting(scene, Reason.CHILD_REFUSED, _step(generation), on)
     actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
     if stage is KeyStage.SETTLED:
         said = f"all components use the keys of generation {generation}; those before are refused"
