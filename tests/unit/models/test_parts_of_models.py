@@ -1,0 +1,175 @@
+"""Every family in parts: ranks that hold a part each, and speak to each other, give what one that holds all gives.
+
+The ranks are threads of this process that meet at a barrier; that processes do so too is tested with real engines.
+"""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from megatron_runtime.layers.paged_attention import AttentionBatch, PrefillChunk
+from megatron_runtime.loading.checkpoint import Checkpoint, Part
+from megatron_runtime.loading.in_memory import model_in_memory
+from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.weights import load_weights
+from megatron_runtime.parallel.collectives import Collectives
+from megatron_runtime.parallel.shard import ParallelSizes, Shard
+
+TOKENS = 12
+PAGE = 16
+SIZES: dict[str, Any] = {
+    "vocab_size": 50,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "num_local_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "query_pre_attn_scalar": 11,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}
+FAMILIES = ["llama", "qwen2", "qwen3", "gemma3_text", "mixtral", "qwen3_moe"]
+MIXTURES = ["mixtral", "qwen3_moe"]
+CASES = [
+    *((family, ParallelSizes(tensor=2)) for family in FAMILIES),
+    *((family, ParallelSizes(tensor=4)) for family in ("qwen2", "gemma3_text")),
+    *((family, ParallelSizes(pipeline=2)) for family in ("gemma3_text", "qwen3")),
+    *((family, ParallelSizes(expert=2)) for family in MIXTURES),
+    *((family, ParallelSizes(tensor=2, expert=2)) for family in MIXTURES),
+]
+
+
+class Meeting:
+    """Where the ranks of one group put tensors for each other."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._barrier = threading.Barrier(size, timeout=60)
+        self._brought: list[torch.Tensor | None] = [None] * size
+
+    def exchange(self, rank: int, tensor: torch.Tensor) -> list[torch.Tensor]:
+        self._brought[rank] = tensor
+        self._barrier.wait()
+        found = [one for one in self._brought if one is not None]
+        self._barrier.wait()
+        return found
+
+
+class Group:
+    """Implements Collectives for one rank."""
+
+    def __init__(self, shard: Shard, tensor: Meeting, expert: Meeting) -> None:
+        self._shard, self._tensor, self._expert = shard, tensor, expert
+
+    def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._tensor.exchange(self._shard.tensor_rank, x_TD)).sum(dim=0)
+
+    def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        return torch.cat(self._tensor.exchange(self._shard.tensor_rank, logits_NW), dim=1)
+
+    def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
+        return torch.cat(self._expert.exchange(self._shard.expert_rank, x_TD))
+
+    def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
+        total_AD = torch.stack(self._expert.exchange(self._shard.expert_rank, y_AD)).sum(dim=0)
+        return total_AD.chunk(self._shard.expert_size)[self._shard.expert_rank]
+
+
+def make(family: str) -> Checkpoint:
+    torch.manual_seed(0)
+    sizes = dict(SIZES)
+    if family != "gemma3_text":
+        del sizes["layer_types"], sizes["sliding_window"]
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
+    return model_in_memory(model).checkpoint
+
+
+def stage(checkpoint: Checkpoint, shard: Shard, collectives: Collectives | None) -> Callable[[torch.Tensor], Any]:
+    """What one rank does to what the stage before gave, or to tokens."""
+    weights = load_weights(checkpoint, torch.float32, shard=shard)
+    model = DecoderModel(checkpoint.config, weights, shard=shard, collectives=collectives)
+    config = checkpoint.config
+    layers, heads = len(shard.layers(config.num_layers)), len(shard.kv_heads(config.num_kv_heads))
+    cache = torch.zeros(layers, 2, PAGE, 2 * heads * config.head_dim)
+    positions = torch.arange(TOKENS)
+    causal = AttentionBatch(positions, [], [PrefillChunk(slice(0, TOKENS), None, None)])
+    seen = positions[None] <= positions[:, None]
+    seen &= positions[None] > positions[:, None] - (model.sliding_window or TOKENS)
+    band = torch.zeros(TOKENS, TOKENS).masked_fill_(~seen, float("-inf"))
+    local = AttentionBatch(positions, [], [PrefillChunk(slice(0, TOKENS), None, band)])
+    attention = AttentionBatch(causal.cache_rows_T, causal.decodes, causal.prefills, local)
+
+    @torch.inference_mode()
+    def run(given: torch.Tensor) -> torch.Tensor:
+        x_TD = model.embed(given) if shard.has_embedding else given
+        x_TD = model.run_layers(x_TD, positions, attention=attention, cache_LPXE=cache)
+        return model.logits(model.finish(x_TD, positions)) if shard.has_head else x_TD
+
+    return run
+
+
+@pytest.mark.parametrize(("family", "sizes"), CASES, ids=str)
+def test_parts_give_what_the_whole_gives(family: str, sizes: ParallelSizes) -> None:
+    checkpoint = make(family)
+    tokens = [torch.arange(start, start + TOKENS) * 7 % SIZES["vocab_size"] for start in range(sizes.expert)]
+    whole = stage(checkpoint, Shard(), None)
+    expected = [whole(own) for own in tokens]
+    given = tokens
+    for pipeline_rank in range(sizes.pipeline):
+        tensor_meetings = [Meeting(sizes.tensor) for _ in range(sizes.expert)]
+        expert_meetings = [Meeting(sizes.expert) for _ in range(sizes.tensor)]
+        ranks = []
+        for rank in range(sizes.tensor * sizes.expert):
+            shard = sizes.shard(pipeline_rank * sizes.tensor * sizes.expert + rank)
+            group = Group(shard, tensor_meetings[shard.expert_rank], expert_meetings[shard.tensor_rank])
+            ranks.append((shard, stage(checkpoint, shard, group)))
+        with ThreadPoolExecutor(len(ranks)) as threads:
+            futures = [threads.submit(run, given[shard.expert_rank]) for shard, run in ranks]
+            results = [future.result() for future in futures]
+        given = [results[expert * sizes.tensor] for expert in range(sizes.expert)]
+    for found, wanted in zip(given, expected, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "held_by_all"),
+    [
+        (ParallelSizes(tensor=2), ("norm", "gate.weight")),
+        (ParallelSizes(expert=2), ("norm", "gate.weight", "self_attn", "embed", "head")),
+        (ParallelSizes(pipeline=2), ()),
+    ],
+    ids=str,
+)
+def test_a_rank_reads_what_it_holds_and_no_more(
+    monkeypatch: pytest.MonkeyPatch, sizes: ParallelSizes, held_by_all: tuple[str, ...]
+) -> None:
+    checkpoint = make("qwen3_moe")
+    everything = checkpoint.read
+    values: Counter[str] = Counter()
+
+    def counted(name: str, part: Part = ()) -> torch.Tensor:
+        tensor = everything(name, part)
+        values[name] += tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(checkpoint, "read", counted)
+    for rank in range(sizes.world):
+        load_weights(checkpoint, torch.float32, shard=sizes.shard(rank))
+    for name, kind in checkpoint.kinds.items():
+        times = sizes.world if any(word in name for word in held_by_all) else 1
+        assert values[name] == times * prod(kind.shape), name
