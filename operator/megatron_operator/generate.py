@@ -11,6 +11,7 @@ import click
 import yaml
 
 from megatron_operator import __version__
+from megatron_operator.cli_reference import cli_page
 from megatron_operator.install import install_manifests, rules_file
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.monitoring import alert_rules, dashboard
@@ -39,6 +40,7 @@ def generated_files() -> dict[str, str]:
         "charts/megatron-inference/files/alerts.yaml": _yaml(alert_rules()),
         "charts/megatron-inference/files/dashboard.json": json.dumps(dashboard(), indent=2) + "\n",
         "docs/reference/megatroninference.md": reference_page(),
+        "docs/reference/megatron-operator.md": cli_page(),
     }
 
 
