@@ -90,6 +90,7 @@ class PeerLink:
         self._attempts = 0
         self._lost = False
         self._heard = 0.0
+        self._due = 0.0
         self._heartbeat_seconds = limits.HEARTBEAT_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
@@ -109,7 +110,7 @@ class PeerLink:
         self._loop = loop or asyncio.get_running_loop()
         self._acknowledged = self._loop.create_future()
         self._open()
-        self._timer = self._loop.call_later(self._heartbeat_seconds, self._tick)
+        self._schedule_tick()
         if not connect_timeout_seconds:
             return
         try:
@@ -190,8 +191,11 @@ class PeerLink:
 
     def _tick(self) -> None:
         assert self._loop is not None
-        self._timer = self._loop.call_later(self._heartbeat_seconds, self._tick)
-        if self._now() - self._heard > SILENCE_SECONDS:
+        # While this loop stood still it heard nothing, whatever was said.
+        now = self._now()
+        self._heard = min(now, self._heard + max(0.0, now - self._due))
+        self._schedule_tick()
+        if now - self._heard > SILENCE_SECONDS:
             if self.registered:
                 logger.warning("the coordinator at %s has been silent for %.0f s", self.address, SILENCE_SECONDS)
             self._reopen()
@@ -202,6 +206,11 @@ class PeerLink:
             self.beat()
         else:
             self.say_hello()
+
+    def _schedule_tick(self) -> None:
+        assert self._loop is not None
+        self._due = self._now() + self._heartbeat_seconds
+        self._timer = self._loop.call_later(self._heartbeat_seconds, self._tick)
 
     def _own_key_changed(self) -> bool:
         """A rotated key is taken up while the one before is still admitted, so that nobody has to be cut off."""

@@ -328,3 +328,23 @@ async def test_one_params_object_may_be_shared_and_changed_later(client, params)
     replies = await asyncio.gather(*futures)
     assert all(len(reply["generated_tokens"]) == 3 for reply in replies)
     assert isinstance(shared, SamplingParams)
+
+
+async def test_a_loop_that_stood_still_does_not_take_its_own_silence_for_the_coordinators(
+    pool, client, monkeypatch
+) -> None:
+    monkeypatch.setattr("megatron_runtime.peer_link.SILENCE_SECONDS", 0.2)
+    link = client._link
+    connection = link._incarnation
+    for _ in range(3):
+        time.sleep(0.4)  # noqa: ASYNC251 - a library that holds the interpreter, as a compiler does
+        heard = link._heard
+        async with asyncio.timeout(20):
+            while link._heard == heard:  # noqa: ASYNC110 - a moment has no event
+                await asyncio.sleep(0.01)
+    assert link._incarnation == connection
+    # A coordinator that is silent while this loop runs is given up all the same.
+    monkeypatch.setattr(link._socket, "_on_message", lambda _frames: None)
+    async with asyncio.timeout(20):
+        while link._incarnation == connection:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
