@@ -15,7 +15,7 @@ import yaml
 
 from megatron_operator import __version__
 from megatron_operator.install import install_manifests
-from megatron_operator.manifest_file import ResourceFileError, read_resource
+from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
@@ -168,22 +168,34 @@ def render(path: Path, output: str, **settings: Any) -> None:
     click.echo(_dump(children, form=output), nl=False)
 
 
+def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
+    """The resource that `--against` names; None when there is none yet."""
+    if against is None:
+        return None
+    if against != "cluster":
+        return read_resource(Path(against))
+    from megatron_operator.resource_client import ClusterError, ResourceClient
+
+    try:
+        found = ResourceClient(namespace=new.namespace, context=context).find(new.name)
+    except ClusterError as error:
+        raise ResourceFileError(str(error)) from error
+    return None if found is None else resource_of(found, origin=f"{new.namespace}/{new.name} in the cluster")
+
+
 @main.command()
 @resource_file
-@click.option(
-    "--against",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
-    help="The resource as it is now. Absent: nothing exists yet.",
-)
+@click.option("--against", help="The resource as it is now: a file, or `cluster`. Absent: nothing exists yet.")
+@click.option("--context", help="Context of the kubeconfig, for `--against cluster`.")
 @runtime_image
 @operator_namespace
 @image_pull_policy
-def plan(path: Path, against: Path | None, **settings: Any) -> None:
+def plan(path: Path, against: str | None, context: str | None, **settings: Any) -> None:
     """Say what applying FILE would change, why, and which engines restart."""
     fixed = Settings(**settings)
     try:
         new = read_resource(path)
-        old = read_resource(against) if against is not None else None
+        old = _present(new, against, context=context)
         if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
             raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
         found = preview(old.context(fixed) if old else None, new.context(fixed))

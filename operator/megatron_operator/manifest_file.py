@@ -49,25 +49,33 @@ def read_resource(path: Path) -> ResourceFile:
     """
     try:
         documents = [entry for entry in yaml.safe_load_all(path.read_text()) if entry is not None]
-    except yaml.YAMLError as error:
-        raise ResourceFileError(f"{path}: is not YAML: {error}") from error
+    except (OSError, yaml.YAMLError) as error:
+        raise ResourceFileError(f"{path}: cannot be read as YAML: {error}") from error
     found = [entry for entry in documents if isinstance(entry, dict) and entry.get("kind") == KIND]
     if len(found) != 1:
         raise ResourceFileError(f"{path}: holds {len(found)} objects of kind {KIND}; give exactly one")
-    return _resource(path, found[0])
+    return resource_of(found[0], origin=str(path))
 
 
-def _resource(path: Path, manifest: dict[str, Any]) -> ResourceFile:
+def resource_of(manifest: dict[str, Any], *, origin: str) -> ResourceFile:
+    """The resource that a manifest describes, be it from a file or from the API server.
+
+    Args:
+        origin: where it is from, for messages.
+
+    Raises:
+        ResourceFileError: when it is invalid.
+    """
     if manifest.get("apiVersion") != API_VERSION:
-        raise ResourceFileError(f"{path}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
+        raise ResourceFileError(f"{origin}: apiVersion: is {manifest.get('apiVersion')!r}; use {API_VERSION}")
     metadata = manifest.get("metadata") or {}
     try:
         check_name(metadata.get("name", ""))
         spec = parse_spec(manifest.get("spec") or {})
     except ValidationError as error:
-        raise ResourceFileError(f"{path}:\n{describe(error)}") from error
+        raise ResourceFileError(f"{origin}:\n{describe(error)}") from error
     except ValueError as error:
-        raise ResourceFileError(f"{path}: {error}") from error
+        raise ResourceFileError(f"{origin}: {error}") from error
     return ResourceFile(
         name=metadata["name"],
         namespace=metadata.get("namespace", "default"),

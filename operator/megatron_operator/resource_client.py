@@ -15,6 +15,10 @@ class ClusterError(Exception):
     """The API server cannot be reached or says no. The message says which, and for what."""
 
 
+class NoSuchResourceError(ClusterError):
+    """There is no resource of that name."""
+
+
 class ResourceClient:
     """Resources of one namespace, as the user's kubeconfig allows."""
 
@@ -38,8 +42,10 @@ class ResourceClient:
         try:
             found: dict[str, Any] = method(GROUP, VERSION, self.namespace, PLURAL, name, *args)
         except self._api_exception as error:
-            what = "no such resource" if error.status == 404 else f"{error.status} {error.reason}: {error.body}"
-            raise ClusterError(f"{PLURAL}.{GROUP} {self.namespace}/{name}: {what}") from error
+            where = f"{PLURAL}.{GROUP} {self.namespace}/{name}"
+            if error.status == 404:
+                raise NoSuchResourceError(f"{where}: no such resource") from error
+            raise ClusterError(f"{where}: {error.status} {error.reason}: {error.body}") from error
         except HTTPError as error:
             raise ClusterError(f"the API server does not answer: {error}") from error
         return found
@@ -59,6 +65,13 @@ class ResourceClient:
 
     def get(self, name: str) -> dict[str, Any]:
         return self._call("get", name)
+
+    def find(self, name: str) -> dict[str, Any] | None:
+        """The resource, or None where there is none."""
+        try:
+            return self._call("get", name)
+        except NoSuchResourceError:
+            return None
 
     def patch_spec(self, name: str, **fields: Any) -> dict[str, Any]:
         """Merge-patch fields of the spec."""

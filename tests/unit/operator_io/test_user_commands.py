@@ -1,0 +1,100 @@
+"""The commands of people, against an API server that answers from a table: real requests of the real client."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import CliRunner
+from small_cluster import MINIMAL, Cluster
+
+from megatron_operator import cli, kubectl
+from megatron_operator.model.resource import API_VERSION, KIND
+
+RESOURCES = "/apis/inference.megatron.dev/v1alpha1/namespaces/default/megatroninferences"
+
+
+@pytest.fixture
+def answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """Bodies by path; what is not there is 404."""
+    table: dict[str, Any] = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            body = table.get(self.path.partition("?")[0])
+            content = json.dumps(body or {"kind": "Status", "reason": "NotFound"}).encode()
+            self.send_response(200 if body else 404)
+            self.send_header("Content-Type", "application/json")
+            self.send_header("Content-Length", str(len(content)))
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Quiet."""
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    config = {
+        "apiVersion": "v1",
+        "kind": "Config",
+        "current-context": "here",
+        "contexts": [{"name": "here", "context": {"cluster": "c", "user": "u"}}],
+        "clusters": [{"name": "c", "cluster": {"server": f"http://127.0.0.1:{server.server_port}"}}],
+        "users": [{"name": "u", "user": {}}],
+    }
+    (tmp_path / "kubeconfig").write_text(yaml.safe_dump(config))
+    # The client reads the variable when it is imported.
+    monkeypatch.setattr("kubernetes.config.kube_config.KUBE_CONFIG_DEFAULT_LOCATION", str(tmp_path / "kubeconfig"))
+    yield table
+    server.shutdown()
+    server.server_close()
+
+
+def resource(cluster: Cluster) -> dict[str, Any]:
+    metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation, "uid": "u"}
+    body = {"apiVersion": API_VERSION, "kind": KIND, "metadata": metadata}
+    return {**body, "spec": cluster.spec, "status": cluster.status}
+
+
+@pytest.mark.parametrize("program", [cli.main, kubectl.main], ids=["megatron-operator", "kubectl-megatron"])
+def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], program: Any) -> None:
+    cluster = Cluster({**MINIMAL, "replicas": 2})
+    cluster.broken_engines.add("demo-engine-1")
+    for _ in range(6):
+        cluster.step()
+        cluster.tick()
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    pods = [{**pod, "spec": {"nodeName": "node-a", "containers": []}} for pod in cluster.pods.values()]
+    for pod in pods:
+        for condition in pod["status"].get("containerStatuses", []):
+            condition |= {"name": "engine", "image": "i", "imageID": "i", "ready": False}
+            condition["lastState"]["terminated"]["finishedAt"] = "2026-01-01T00:00:00Z"
+    answers["/api/v1/namespaces/default/pods"] = {"apiVersion": "v1", "kind": "PodList", "items": pods}
+    result = CliRunner().invoke(program, ["explain", "demo"])
+    assert result.exit_code == 0, result.output
+    assert "pod demo-engine-1-0, Running, on node node-a: CrashLooping: " in result.output
+
+
+def test_a_resource_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
+    result = CliRunner().invoke(kubectl.main, ["status", "demo"])
+    assert result.exit_code == 1
+    assert "default/demo: no such resource" in result.output
+
+
+def test_a_plan_against_the_cluster(answers: dict[str, Any], tmp_path: Path) -> None:
+    cluster = Cluster({**MINIMAL, "replicas": 1})
+    changed = {**resource(cluster), "spec": {**MINIMAL, "replicas": 2}}
+    (tmp_path / "new.yaml").write_text(yaml.safe_dump(changed))
+    command = ["plan", "-f", str(tmp_path / "new.yaml"), "--against", "cluster"]
+    fresh = CliRunner().invoke(cli.main, command)
+    assert "create  StatefulSet demo-engine-0" in fresh.output
+    answers[f"{RESOURCES}/demo"] = resource(cluster)
+    result = CliRunner().invoke(cli.main, command)
+    assert "create  StatefulSet demo-engine-1" in result.output
+    assert "demo-engine-0" not in result.output
