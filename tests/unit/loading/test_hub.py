@@ -11,6 +11,8 @@ from click.testing import CliRunner
 from random_checkpoint import LLAMA, random_tensors, write_model
 from small_hub import SmallHub
 
+from megatron_operator.model.conditions import Reason
+from megatron_operator.plan.causes import find_cause
 from megatron_runtime.cli import main
 from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Reference
 from megatron_runtime.loading.hub.fetch import Manifest, choose, fetch, read_manifest, verify_directory
@@ -310,3 +312,14 @@ def test_the_exit_code_says_whether_asking_again_may_help(hub: SmallHub, tmp_pat
     hub.token = "secret"
     refused = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", hub.url])
     assert refused.exit_code == 1
+
+
+def test_the_operator_knows_what_the_hub_said(hub: SmallHub, tmp_path: Path) -> None:
+    """The last words of an engine or of a Job become a reason in the status."""
+    hub.token = "secret"
+    with pytest.raises(HubError) as refused:
+        get(hub, tmp_path)
+    with pytest.raises(HubError) as absent:
+        fetch(Reference("org/other"), tmp_path, api=HubApi(endpoint=hub.url, token="secret"))
+    causes = [find_cause(str(caught.value)) for caught in (refused, absent)]
+    assert [cause.reason for cause in causes if cause] == [Reason.ACCESS_DENIED, Reason.WEIGHTS_MISSING]

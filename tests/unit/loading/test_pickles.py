@@ -11,9 +11,11 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from random_checkpoint import CONFIGS, random_tensors, write_model
 
-from megatron_runtime.loading.checkpoint import open_checkpoint
+from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint
 from megatron_runtime.loading.convert import convert
 from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
 from megatron_runtime.loading.source import resolve
@@ -130,6 +132,30 @@ def test_every_cut_index_is_refused(release: Path) -> None:
         (release / ".metadata").write_bytes(whole[:end])
         with pytest.raises((UnsafePickleError, DamagedFileError)):
             open_checkpoint(resolve(str(release)))
+
+
+@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_whatever_a_file_is_changed_to_it_is_refused_in_words_or_read(
+    original: Path, release: Path, data: st.DataObject
+) -> None:
+    (release.parent / "config.json").unlink(missing_ok=True)
+    name = data.draw(st.sampled_from([".metadata", "common.pt", "__0_0.distcp"]))
+    whole = (original / "release" / name).read_bytes()
+    changed = bytearray(whole)
+    # The first tensor is small: its archive is the beginning of the file.
+    end = 3000 if name == "__0_0.distcp" else len(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        changed[data.draw(st.integers(0, end - 1))] = data.draw(st.integers(0, 255))
+    (release / name).write_bytes(changed)
+    try:
+        checkpoint = open_checkpoint(resolve(str(release)))
+        assert checkpoint.read("model.norm.weight").shape == (32,)
+        assert checkpoint.read("model.layers.1.self_attn.k_proj.weight").shape == (16, 32)
+    except (UnsafePickleError, DamagedFileError, UnsupportedModelError):
+        pass
+    finally:
+        (release / name).write_bytes(whole)
 
 
 def test_a_compressed_tensor_is_refused(release: Path) -> None:

@@ -6,10 +6,13 @@ import io
 import math
 import struct
 import zipfile
+import zlib
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import torch
 
@@ -37,6 +40,20 @@ _STORAGES = {
     }.items()
 }
 DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+_ZIP_ERRORS = (
+    zipfile.BadZipFile,
+    zlib.error,
+    struct.error,
+    LookupError,
+    OSError,
+    EOFError,
+    ValueError,
+    RuntimeError,
+    OverflowError,
+)
+"""What the standard library says of a damaged archive."""
 
 
 class DamagedFileError(ValueError):
@@ -77,24 +94,31 @@ class SavedTensor:
         return True
 
 
+@contextmanager
+def saved_archive(file: IO[bytes] | _Window, *, where: str) -> Iterator[tuple[zipfile.ZipFile, str]]:
+    """What torch.save() wrote, and the name of the pickle in it. Raises DamagedFileError, also for the block."""
+    try:
+        with zipfile.ZipFile(file) as archive:
+            pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
+            if pickled is None:
+                raise DamagedFileError(f"{where} was not written by torch.save(): it has no data.pkl")
+            yield archive, pickled
+    except (DamagedFileError, UnsafePickleError):
+        raise
+    except _ZIP_ERRORS as error:
+        raise DamagedFileError(f"{where} is damaged: {error}; copy the file again from where it was saved") from error
+
+
 def find_tensor(path: Path, *, offset: int, length: int) -> SavedTensor:
     """Return where the tensor in the `length` bytes from `offset` is. Raises DamagedFileError, UnsafePickleError."""
     where = f"{path} at byte {offset}"
-    try:
-        with path.open("rb") as file, zipfile.ZipFile(_Window(file, offset, length)) as archive:
-            pickled = next((entry for entry in archive.infolist() if entry.filename.endswith("/data.pkl")), None)
-            if pickled is None:
-                raise DamagedFileError(f"{where} is not a tensor of torch.save(): it has no data.pkl")
-            found = read_pickle(
-                io.BytesIO(archive.read(pickled)), where=where, trusted=_TRUSTED, persistent=_Storage.of_id
-            )
-            if not isinstance(found, _Rebuilt):
-                raise UnsafePickleError(f"{where} holds {type(found).__name__}: a tensor was expected")
-            entry = archive.getinfo(f"{pickled.filename.removesuffix('data.pkl')}data/{found.storage.key}")
-            file.seek(offset + entry.header_offset + _LENGTHS_AT)
-            name, extra = struct.unpack("<HH", file.read(4))
-    except (zipfile.BadZipFile, KeyError, struct.error, OSError) as error:
-        raise DamagedFileError(f"{where} is damaged: {error}; copy the file again from where it was saved") from error
+    with path.open("rb") as file, saved_archive(_Window(file, offset, length), where=where) as (archive, pickled):
+        found = read_pickle(io.BytesIO(archive.read(pickled)), where=where, trusted=_TRUSTED, persistent=_Storage.of_id)
+        if not isinstance(found, _Rebuilt):
+            raise UnsafePickleError(f"{where} holds {type(found).__name__}: a tensor was expected")
+        entry = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{found.storage.key}")
+        file.seek(offset + entry.header_offset + _LENGTHS_AT)
+        name, extra = struct.unpack("<HH", file.read(4))
     if entry.compress_type != zipfile.ZIP_STORED:
         raise DamagedFileError(f"{where} is compressed: save the checkpoint without compression")
     dtype = found.dtype or found.storage.dtype

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import zipfile
 from argparse import Namespace
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -11,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.inert_pickle import read_pickle
 from megatron_runtime.loading.safetensors import read_config as read_config_json
+from megatron_runtime.loading.torch_dist.archive import saved_archive
 from megatron_runtime.loading.torch_dist.arguments import config_json_of
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_from_hf
@@ -28,7 +28,7 @@ _TRUSTED: Mapping[tuple[str, str], Any] = {
 def read_config(directory: Path) -> ModelConfig:
     """config.json, in the directory of the checkpoint or the one above, is believed before the arguments.
 
-    Raises UnsupportedModelError, UnsafePickleError.
+    Raises UnsupportedModelError, UnsafePickleError, DamagedFileError.
     """
     for place in (directory, directory.parent):
         if (place / CONFIG_FILE).is_file():
@@ -43,14 +43,8 @@ def read_config(directory: Path) -> ModelConfig:
 
 def read_arguments(path: Path) -> dict[str, Any]:
     """The arguments in a common.pt that are plain values; all else in it is passed over, and nothing of it is run."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            name = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
-            if name is None:
-                raise UnsafePickleError(f"{path} was not written by torch.save(): it has no data.pkl")
-            pickled = io.BytesIO(archive.read(name))
-    except (zipfile.BadZipFile, OSError) as error:
-        raise UnsafePickleError(f"{path} cannot be read: {error}; write {CONFIG_FILE} beside the checkpoint") from error
+    with path.open("rb") as file, saved_archive(file, where=str(path)) as (archive, name):
+        pickled = io.BytesIO(archive.read(name))
     # The arguments of a training name classes of whatever it was run with; none of them is needed, none is imported.
     found = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
