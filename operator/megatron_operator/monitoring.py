@@ -139,6 +139,9 @@ PANELS: tuple[tuple[str, str, tuple[tuple[str, str], ...]], ...] = (
         (("sum by (namespace) (megatron_coordinator_queued_requests)", "{{namespace}}"),),
     ),
     ("In flight by engine", "short", (("sum by (engine) (megatron_coordinator_in_flight_requests)", "{{engine}}"),)),
+    ("Waiting inside engines", "short", (("sum by (pod) (megatron_num_requests_waiting)", "{{pod}}"),)),
+    ("KV cache in use", "percentunit", (("megatron_kv_cache_usage_perc", "{{pod}}"),)),
+    ("Epoch of the weights", "short", (("max by (namespace, pod) (megatron_generation_epoch)", "{{pod}}"),)),
     (
         "Replays and engines lost",
         "short",
