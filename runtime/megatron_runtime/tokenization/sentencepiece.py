@@ -50,13 +50,13 @@ def sentencepiece_backend(
 
 
 def _merges(pieces: Sequence[str], scores: Sequence[float], kinds: Sequence[int]) -> list[tuple[str, str]]:
+    """Every way to make a piece of two others, best pieces first."""
     normal = [id_ for id_, kind in enumerate(kinds) if kind == NORMAL]
-    ids = {pieces[id_]: id_ for id_ in normal}
-    merges: list[tuple[str, str]] = []
-    for id_ in sorted(normal, key=lambda id_: -scores[id_]):
-        piece = pieces[id_]
-        pairs = [
-            (left, right) for at in range(1, len(piece)) if (left := piece[:at]) in ids and (right := piece[at:]) in ids
-        ]
-        merges += pairs if len(pairs) < 2 else sorted(pairs, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
-    return merges
+    known = {pieces[id_] for id_ in normal}
+    return [
+        (left, right)
+        for id_ in sorted(normal, key=scores.__getitem__, reverse=True)
+        if (piece := pieces[id_])
+        for at in range(1, len(piece))
+        if (left := piece[:at]) in known and (right := piece[at:]) in known
+    ]
