@@ -1,0 +1,108 @@
+"""The operator may do what it does, and nothing else: its rules against the API server's own audit log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from audit_log import AuditLog, Request
+from eventually import eventually
+
+from localcluster import LocalCluster
+from megatron_operator.cluster.kinds import Kind, kind_of
+from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES, Rule
+
+pytestmark = pytest.mark.cluster
+
+Permission = tuple[str, str, str]
+
+
+def granted(rules: Sequence[Rule]) -> set[Permission]:
+    """(API group, resource, verb), one for each that the rules grant."""
+    return {
+        (group, resource, verb)
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+        for verb in rule["verbs"]
+    }
+
+
+def used(requests: Sequence[Request], rules: set[Permission]) -> set[Permission]:
+    """What was asked for. Creating by server-side apply is asked for as a patch and needs both."""
+    asked = {request.permission for request in requests}
+    created = {(group, name, "create") for group, name, verb in asked if verb == "patch" and "/" not in name}
+    return (asked | created) & rules
+
+
+async def live(resource: Any, api: Any) -> None:
+    """A life with all verbs, a rollout, other keys, changed configuration, another scale, pods that cannot be made."""
+    await resource.create(replicas=2)
+    await resource.settled("Running")
+    for state in ("Paused", "Running", "Paused", "Suspended", "Running", "Stopped", "Running"):
+        await resource.patch(desiredState=state)
+        await resource.settled(state)
+    await leave_configuration_of_an_earlier_operator(resource, api)
+    first = (await resource.status())["revision"]
+    await resource.patch(engine={"batching": {"maxRequests": 7}})
+    await resource.until(lambda status: status["revision"] != first and status.get("updatedReplicas") == 2, seconds=90)
+    await resource.patch(coordinator={"routing": {"policy": "RoundRobin"}}, server={"replicas": 2})
+    await resource.patch(keys={"generation": 2})
+    rotated = {"generation": 2, "stage": "Settled"}
+    await resource.until(lambda status: status["keys"].items() >= rotated.items(), seconds=120)
+    await forbid_pods(api, resource.namespace)
+    await resource.patch(replicas=3)
+    await resource.until(lambda status: "exceeded quota" in str(status), seconds=90)
+    await resource.patch(replicas=1)
+    await resource.until(lambda status: status.get("ready") == "1/1" and "plan" not in status, seconds=90)
+
+
+async def forbid_pods(api: Any, namespace: str) -> None:
+    quota = {"metadata": {"name": "none", "namespace": namespace}, "spec": {"hard": {"pods": "0"}}}
+    await api.create(Kind("ResourceQuota", "", "v1", "resourcequotas"), quota, manager="test")
+
+
+async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) -> None:
+    name, config = next(
+        (name, obj) for name, obj in (await resource.children()).items() if name.startswith("ConfigMap")
+    )
+    kept = {key: config["metadata"][key] for key in ("namespace", "labels", "annotations", "ownerReferences")}
+    old = {**config, "metadata": {**kept, "name": f"{resource.name}-config-0"}, "apiVersion": "v1", "kind": "ConfigMap"}
+    await api.create(kind_of("v1", "ConfigMap"), old, manager="megatron-operator")
+
+    async def cleared() -> bool:
+        return [found for found in await resource.children() if found.startswith("ConfigMap")] == [name]
+
+    await eventually(cleared, seconds=60, what="the configuration of an earlier operator is gone")
+
+
+async def test_every_permission_is_needed_and_none_is_missing(
+    resource: Any,
+    make_operator: Any,
+    node: Any,
+    control_plane: LocalCluster,
+    api: Any,
+    namespace: str,
+) -> None:
+    log = AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
+    operator = make_operator("--resync-seconds", "3")
+    await operator.start()
+    await live(resource, api)
+    await operator.passed(await operator.passes() + 3)
+    assert operator.stop() == 0
+    await operator.start()
+    await resource.settled("Running")
+    assert operator.stop() == 0
+
+    requests = log.requests()
+    denied = [str(request) for request in requests if request.denied or request.code == 403]
+    rules = granted([*RESOURCE_RULES, *HOME_RULES])
+    idle = sorted(" ".join(permission) for permission in rules - used(requests, rules))
+    print(f"\n{len(requests)} requests, {len(rules)} permissions granted, {len(idle)} never used: {idle}")
+    assert denied == []
+    assert idle == []
+
+
+def test_cluster_rules_only_look() -> None:
+    assert {verb for _, _, verb in granted(CLUSTER_RULES)} <= {"get", "list", "watch"}
