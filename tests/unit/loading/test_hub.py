@@ -15,7 +15,7 @@ from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
 from megatron_runtime.cli import main
 from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Reference
-from megatron_runtime.loading.hub.fetch import Manifest, choose, fetch, read_manifest, verify_directory
+from megatron_runtime.loading.hub.fetch import MANIFEST_FILE, Manifest, choose, fetch, read_manifest, verify_directory
 from megatron_runtime.loading.hub.transfer import WrongContentError
 from megatron_runtime.loading.source import SafetensorsSource, resolve
 from megatron_runtime.text_generation_server.settings import default_model_name
@@ -123,6 +123,22 @@ def test_another_commit_gets_what_changed(hub: SmallHub, tmp_path: Path) -> None
     assert (tmp_path / "config.json").read_bytes() == b'{"a": 3}'
 
 
+def test_what_a_revision_has_no_more_goes(hub: SmallHub, tmp_path: Path) -> None:
+    get(hub, tmp_path)
+    (tmp_path / "mine.txt").write_text("mine")
+    hub.commit = "d" * 40
+    hub.files["model-00001-of-00001.safetensors"] = hub.files.pop("model.safetensors")
+    get(hub, tmp_path)
+    assert visible(tmp_path).keys() == WANTED - {"model.safetensors"} | {"model-00001-of-00001.safetensors", "mine.txt"}
+
+
+def test_two_repositories_do_not_share_a_directory(hub: SmallHub, tmp_path: Path) -> None:
+    get(hub, tmp_path)
+    hub.repository = "org/other"
+    with pytest.raises(HubError, match="holds files of org/name: name another directory for org/other@main"):
+        fetch(Reference("org/other"), tmp_path, api=HubApi(endpoint=hub.url))
+
+
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: Path) -> None:
     hub.damaged = {name: 1}
@@ -200,6 +216,22 @@ def test_no_file_is_written_outside(hub: SmallHub, tmp_path: Path) -> None:
     with pytest.raises(HubError, match="outside of its directory"):
         get(hub, tmp_path / "in")
     assert not (tmp_path / "evil").exists()
+
+
+def test_a_repository_cannot_write_the_manifest(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files[MANIFEST_FILE] = b"{}"
+    manifest = get(hub, tmp_path)
+    assert set(manifest.files) == WANTED
+    assert read_manifest(tmp_path) == manifest
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"files": 1}', '{"repository": "a/b", "commit": "c", "files": {"../x": {}}}']
+)
+def test_a_manifest_that_is_none_is_said(content: str, tmp_path: Path) -> None:
+    (tmp_path / MANIFEST_FILE).write_text(content)
+    with pytest.raises(HubError, match="remove it and fetch again"):
+        verify_directory(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["name", "a/b/c", "../b", "a/..", "", "hf:a", "a b/c"])

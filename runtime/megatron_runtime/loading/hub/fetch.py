@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
 from megatron_runtime.loading.hub.api import HubApi, HubError, Listing, Reference, RemoteFile
 from megatron_runtime.loading.hub.transfer import WrongContentError, check_file, fetch_file, patiently
 
+_OWN_PREFIX = ".megatron-"
 MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
@@ -79,7 +80,9 @@ def fetch(
         if not wanted:
             raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
         manifest = read_manifest(directory)
-        known = manifest.files if manifest is not None and manifest.repository == listing.repository else {}
+        if manifest is not None and manifest.repository != listing.repository:
+            raise HubError(f"{directory} holds files of {manifest.repository}: name another directory for {reference}")
+        known = manifest.files if manifest is not None else {}
         missing = [file for file in wanted if not _is_there(file, directory, known)]
         told.begin(files=len(wanted), size=sum(file.size for file in wanted))
         told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
@@ -88,6 +91,9 @@ def fetch(
         _Transfers(api, listing, directory, held=held, told=told, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
         _write_manifest(directory, found)
+        # What an earlier revision had and this one has not would be taken for a part of the model.
+        for name in set(known) - {file.path for file in listing.files}:
+            (directory / name).unlink(missing_ok=True)
         shutil.rmtree(directory / _PARTIAL_DIRECTORY, ignore_errors=True)
         return found
 
@@ -180,7 +186,8 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
-    """Those of `files` that a model needs, or that the patterns name."""
+    """Those of `files` that a model needs, or that the patterns name; none that is called as our own are."""
+    files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
     if include:
         return [file for file in files if _matches(file, include)]
     kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
@@ -199,9 +206,13 @@ def read_manifest(directory: Path) -> Manifest | None:
     if not path.is_file():
         return None
     try:
-        return Manifest(**json.loads(path.read_text()))
-    except (ValueError, TypeError) as error:
+        manifest = Manifest(**json.loads(path.read_text()))
+        names = [PurePosixPath(name) for name in manifest.files]
+    except (ValueError, TypeError, AttributeError) as error:
         raise HubError(f"{path} is damaged ({error}): remove it and fetch again") from error
+    if any(name.is_absolute() or ".." in name.parts for name in names):
+        raise HubError(f"{path} names files outside of its directory: remove it and fetch again")
+    return manifest
 
 
 def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]]) -> bool:
