@@ -88,7 +88,7 @@ class InferenceConfig:
     num_speculative_tokens: tokens proposed ahead of each decode step.
     async_sched_mode:      how the next step is planned while one runs.
     batch_invariant:       in float32 on one rank of a processor, tokens and log-probabilities of a request are the same
-                           to the bit whatever runs beside it, and however its prompt is split, cached or computed again.
+                           to the bit, whatever runs beside it and however its prompt is cut, cached or computed again.
                            (Not in Megatron-Core.)
 
     Prefix cache:

@@ -20,7 +20,8 @@ from megatron_runtime.sampling_params import SamplingParams
 if TYPE_CHECKING:
     import torch
 
-    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import ForwardStep, GPTInferenceWrapper
+    from megatron_runtime.engines.device import ModelRunner
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import ForwardStep
     from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
     from megatron_runtime.tokenization import Detokenizer, Tokenizer
 
@@ -36,7 +37,7 @@ class TextGenerationController:
 
     def __init__(
         self,
-        inference_wrapped_model: GPTInferenceWrapper | None,
+        inference_wrapped_model: ModelRunner | None,
         tokenizer: Tokenizer | Callable[[], Tokenizer],
         *,
         logprobs_mode: LogprobsMode = "raw_logprobs",

@@ -18,7 +18,9 @@ _COUNT = click.IntRange(min=1)
 @click.option(
     "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
 )
-@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto", show_default=True)
+@click.option(
+    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto", show_default=True
+)
 @click.option("--batch", type=Counts(), default="1,8,32", show_default=True, help="Requests at once, each size a run.")
 @click.option("--prompt-tokens", type=_COUNT, default=64, show_default=True)
 @click.option("--new-tokens", type=_COUNT, default=128, show_default=True)
