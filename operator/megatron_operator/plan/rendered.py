@@ -39,6 +39,13 @@ class Rendered:
             return [], str(error)
 
     @cached_property
+    def server(self) -> Manifest | None:
+        """The front end's Deployment among the shared children; None when they cannot be rendered."""
+        manifests, _ = self.shared
+        name = ("Deployment", self.ctx.server_name)
+        return next((each for each in manifests if (each["kind"], each["metadata"]["name"]) == name), None)
+
+    @cached_property
     def _server_ctx(self) -> RenderContext:
         """Front ends that serve keep the tokenizer they started with when only the weights changed."""
         pods = [pod for pod in self.world.pods if pod.component == SERVER and pod.ready and not pod.deleting]

@@ -67,9 +67,12 @@ def _keys(scene: Scene) -> list[Action]:
 
 def _try_again(scene: Scene) -> list[Action]:
     """A template that was refused before its engine's turn is tried again now and then: what refused it may be gone."""
-    for engine in scene.wanted:
-        manifest = scene.rendered.engine_manifest(engine.index) if engine.stale else None
-        if manifest is not None and scene.rendered.refused(manifest) is not None and scene.rendered.may_offer(manifest):
+    rendered = scene.rendered
+    waiting = [rendered.engine_manifest(engine.index) for engine in scene.wanted if engine.stale]
+    if scene.old_model:
+        waiting.append(rendered.server)
+    for manifest in waiting:
+        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
     return []
 

@@ -556,6 +556,23 @@ def test_a_template_is_tried_in_a_dry_run_and_a_refused_one_costs_no_engine(make
     assert cluster.condition("Degraded")["status"] == "False"
 
 
+def test_a_front_end_that_would_be_refused_keeps_the_old_model_serving(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.refuse.add(ChildRef("Deployment", "demo-server", "apps/v1"))
+    cluster.patch(model={"source": {"builtin": "other"}}, server={"podTemplate": {"spec": {"priorityClassName": "x"}}})
+    for _ in range(30):
+        cluster.step()
+        cluster.tick()
+    assert cluster.signals() == []
+    assert cluster.status["readyReplicas"] == 2
+    assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
+    cluster.refuse.clear()
+    cluster.settle()
+    assert cluster.status["updatedReplicas"] == 2
+    assert cluster.condition("Degraded")["status"] == "False"
+
+
 def test_a_refused_template_that_is_taken_back_leaves_everything_as_it_was(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()

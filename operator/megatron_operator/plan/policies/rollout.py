@@ -12,12 +12,12 @@ from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.policies.engines import delete_pods, drained, running
 from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
+from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.rollout import Await, Drain, EngineFacts, Finished, Halt, Prove, Replace, next_step
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.upkeep import apply
-from megatron_operator.plan.world import Action, AskCanary, EmitEvent, VetChild
+from megatron_operator.plan.world import Action, AskCanary, EmitEvent, Manifest, VetChild
 from megatron_operator.render.model_source import model_argument
-from megatron_operator.render.server import server_deployment
 
 ASK_AGAIN_SECONDS = 2.0
 """A canary that said nothing about its engine, which was not there yet, is sent again after so long."""
@@ -30,17 +30,24 @@ def _appliable(scene: Scene, engine: EngineView) -> bool:
     return usable and manifest is not None and scene.rendered.refused(manifest) is None
 
 
-def _unvetted(scene: Scene, engine: EngineView) -> Verdict | None:
-    """A template is tried in a dry run before an engine gives up its work for it."""
+def _server_refused(scene: Scene) -> bool:
+    server = scene.rendered.server
+    return server is not None and scene.rendered.refused(server) is not None
+
+
+def _unvetted(scene: Scene, engine: EngineView, *others: Manifest) -> Verdict | None:
+    """Templates are tried in a dry run before an engine gives up its work for them."""
     manifest = scene.rendered.engine_manifest(engine.index)
-    if manifest is None or not engine.stale:
-        return None
-    action = apply(manifest)
-    if scene.world.vetted.get(action.ref) == action.hash:
-        return None
-    vet = VetChild(manifest, action.hash, action.ref)
-    on = f"the API server to accept the template of {engine.name} in a dry run"
-    return waiting(scene, Reason.ROLLING_OUT, f"rolling out revision {engine.rendered_revision}", on, actions=(vet,))
+    wanted = [*others, manifest] if manifest is not None and engine.stale else others
+    for each in wanted:
+        action = apply(each)
+        if scene.world.vetted.get(action.ref) == action.hash:
+            continue
+        vet = VetChild(each, action.hash, action.ref)
+        on = f"the API server to accept the template of {action.ref.name} in a dry run"
+        step = f"rolling out revision {engine.rendered_revision}"
+        return waiting(scene, Reason.ROLLING_OUT, step, on, actions=(vet,))
+    return None
 
 
 def _swap(scene: Scene, engine: EngineView, reason: str) -> list[Action]:
@@ -57,7 +64,10 @@ def replace_model(scene: Scene) -> Verdict | None:
     """Source, dtype or length changed: all engines and servers are drained and swapped together, because tokens of one
     model are never continued by another."""
     old = [engine for engine in scene.old_model if not engine.surplus and _appliable(scene, engine)]
+    server = scene.rendered.server
     if not old or scene.desired is not DesiredState.RUNNING:
+        return None
+    if server is None or _server_refused(scene):
         return None
     serving = [engine for engine in old if engine.serving]
     operation = scene.operation
@@ -65,9 +75,10 @@ def replace_model(scene: Scene) -> Verdict | None:
     if serving and not over:
         if not running(scene):
             return None
-        return _unvetted(scene, serving[0]) or start(scene, SignalKind.DRAIN)
+        exists = child_ref(server) in scene.world.children
+        return _unvetted(scene, serving[0], *([server] if exists else [])) or start(scene, SignalKind.DRAIN)
     reason = "the model of the spec changed"
-    actions: list[Action] = [apply(server_deployment(scene.ctx))]
+    actions: list[Action] = [apply(server)]
     for engine in old:
         actions += _swap(scene, engine, reason)
     actions.append(EmitEvent("Normal", "ModelReplaced", f"{reason}: replacing {len(old)} engines and the servers"))
@@ -99,6 +110,9 @@ def rollout(scene: Scene) -> Verdict | None:
     """Engines whose revision is not the spec's are replaced, `maxUnavailable` at a time."""
     engines = [engine for engine in scene.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(scene, engine) for engine in engines):
+        return None
+    if scene.old_model and _server_refused(scene):
+        # Engines of another model are of no use to the front ends that there are.
         return None
     limit = scene.ctx.spec.rollout.max_unavailable
     facts = [engine_facts(scene, engine) for engine in engines]
