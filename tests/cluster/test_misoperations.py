@@ -1,0 +1,87 @@
+"""What no engine can live with and the schema takes: taking it back is all that anybody has to do."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bad_values import WEDGES
+from live_fleet import LiveFleet
+from operator_process import OperatorProcess
+from soak import size
+
+from megatron_operator.cluster.api import KubeApi
+from megatron_operator.render.context import LABEL_INSTANCE, LABEL_REVISION
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+
+DWELL_SECONDS = size(3, soak=30)
+"""How long a resource is left with what it cannot live with."""
+
+
+@pytest.fixture
+async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[LiveFleet]:
+    made = LiveFleet(api, namespace=namespace, folder=tmp_path)
+    made.start()
+    yield made
+    await made.stop()
+
+
+async def test_whatever_wedged_a_resource_is_got_over_by_taking_it_back(
+    fleet: LiveFleet, make_operator: Callable[..., OperatorProcess], make_resource: Callable[[str], Any]
+) -> None:
+    operator = make_operator("--no-security", "--coordinator-address", fleet.address_template)
+    await operator.start()
+    sound: dict[str, str] = {}
+
+    def breaks(pod: Mapping[str, Any]) -> bool:
+        labels = pod["metadata"]["labels"]
+        wanted = sound.get(labels[LABEL_INSTANCE])
+        return wanted is not None and labels[LABEL_REVISION] != wanted
+
+    fleet.breaks = breaks
+
+    async def misoperate(number: int, wedge: dict[str, Any]) -> float:
+        resource = make_resource(f"w-{number}")
+        fleet.coordinator(resource.name)
+        await resource.create(replicas=2)
+        before = await resource.settled("Running", seconds=120)
+        sound[resource.name] = before["revision"]
+        was = (await resource.get())["spec"]
+        await resource.patch(**wedge)
+        generation = (await resource.get())["metadata"]["generation"]
+        await resource.until(lambda status: status.get("observedGeneration") == generation, seconds=60)
+        await asyncio.sleep(DWELL_SECONDS)
+
+        began = time.monotonic()
+        # A merge adds to a map, so what it is to lose goes first.
+        await resource.patch(**dict.fromkeys(wedge.keys() - {"model", "replicas"}))
+        await resource.patch(**{name: was.get(name) for name in wedge} | _without(wedge, was))
+        generation = (await resource.get())["metadata"]["generation"]
+        await resource.until(
+            lambda status: (
+                status.get("observedGeneration") == generation
+                and (status["state"], status["ready"]) == ("Running", "2/2")
+                and "plan" not in status
+            ),
+            seconds=180,
+        )
+        return time.monotonic() - began
+
+    async with asyncio.TaskGroup() as all_at_once:
+        tasks = [all_at_once.create_task(misoperate(number, wedge)) for number, wedge in enumerate(WEDGES)]
+    seconds = sorted(task.result() for task in tasks)
+    print(f"\n{len(WEDGES)} misoperations taken back: all serve again, the last after {seconds[-1]:.1f} s")
+
+
+def _without(wedge: Mapping[str, Any], was: Mapping[str, Any]) -> dict[str, Any]:
+    """The model of before, with nothing that the wedge has added."""
+    if "model" not in wedge:
+        return {}
+    added = dict.fromkeys(wedge["model"].keys() - was["model"].keys())
+    sources = {**dict.fromkeys(wedge["model"].get("source", {})), **was["model"]["source"]}
+    return {"model": {**added, **was["model"], "source": sources}}
