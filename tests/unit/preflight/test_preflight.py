@@ -64,7 +64,7 @@ async def test_a_silent_pod_is_named_with_the_pod_that_called_it(silent_host: tu
     for node, error in zip(others, found, strict=True):
         assert isinstance(error, PreflightError)
         assert error.rank == node
-        assert str(error) == f"{names()[node]} cannot reach {host} on port {port}: no answer within 6 s"
+        assert f"{names()[node]} cannot reach {host} on port {port}: no answer within 6 s" in str(error)
 
 
 async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
