@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import threading
@@ -25,6 +26,7 @@ class SmallHub:
     statuses:    answered instead of files, used up one by one, with the seconds to wait.
     list_statuses: the same for the list.
     trickling:   paths of which a connection gives one byte.
+    endless:     paths whose content goes on after its end.
     damaged:     paths whose content is other than the list says, for so many times.
     ignores_range: gives whole files to whoever asks for parts.
     requests:    (path, range) of files that were asked for.
@@ -43,6 +45,7 @@ class SmallHub:
     elsewhere: str | None = None
     list_statuses: list[tuple[int, str]] = field(default_factory=list)
     trickling: set[str] = field(default_factory=set)
+    endless: set[str] = field(default_factory=set)
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
     listed: int = 0
@@ -136,12 +139,14 @@ class _Handler(BaseHTTPRequestHandler):
         if hub.damaged.get(name, 0) > 0:
             hub.damaged[name] -= 1
             data = bytes(reversed(data))
+        data += bytes(50_000_000) if name in hub.endless else b""
         start = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and not hub.ignores_range else 0
         self.send_response(206 if start else 200)
         self.send_header("content-length", str(len(data) - start))
         self.end_headers()
         cut = hub.cut_after.pop(0) if hub.cut_after else 1 if name in hub.trickling else None
-        self.wfile.write(data[start : None if cut is None else start + cut])
+        with contextlib.suppress(ConnectionError):  # of one that has had enough
+            self.wfile.write(data[start : None if cut is None else start + cut])
         if cut is not None:
             self.wfile.flush()
             self.close_connection = True

@@ -29,7 +29,7 @@ from megatron_runtime.cli.options import readable_errors
 @click.option("--replace", is_flag=True, help="DESTINATION may exist, and goes once the new one is whole.")
 @readable_errors
 def command(*, source: str, destination: Path, to: str, dtype: str, replace: bool) -> None:
-    """Write the model SOURCE (builtin:NAME, a GGUF file or a directory) to the directory DESTINATION.
+    """Write the model SOURCE (a GGUF file, a directory, hf:ORG/NAME, builtin:NAME) to the directory DESTINATION.
 
     The directory is there whole or not at all. One tensor is in memory at a time.
     """

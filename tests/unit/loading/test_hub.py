@@ -151,6 +151,22 @@ def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: 
     assert not (tmp_path / name).exists()
 
 
+def test_no_more_is_taken_than_a_file_has(hub: SmallHub, tmp_path: Path) -> None:
+    hub.files, hub.endless = {"config.json": FILES["config.json"]}, {"config.json"}
+    told: list[int] = []
+
+    class Told:
+        def begin(self, *, files: int, size: int) -> None: ...
+
+        def received(self, count: int) -> None:
+            told.append(count)
+
+    with pytest.raises(WrongContentError, match="came twice"):
+        fetch(MAIN, tmp_path, api=HubApi(endpoint=hub.url), progress=Told())
+    assert max(told) < 10_000_000
+    assert sum(told) == 0
+
+
 def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(429, "7"), (503, ""), (429, "9999")]

@@ -54,7 +54,7 @@ def fetch_file(
             partial.replace(target)
             return content.sha256
         partial.unlink()
-        received(-file.size)
+        received(-content.size)
         wrong, content = content, Content(file)
         _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, wrong.wanted)
     raise WrongContentError(
@@ -137,6 +137,8 @@ def _append(
                         out.write(piece)
                         content.add(piece)
                         received(len(piece))
+                        if content.size > file.size:
+                            return
                 if content.size < file.size:
                     raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
             except HubUnavailableError as error:
