@@ -69,10 +69,9 @@ class LiveFleet:
         self._player = asyncio.create_task(self._play())
 
     async def stop(self) -> None:
-        tasks = [task for task in (self._player,) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._player is not None:
+            self._player.cancel()
+            await asyncio.gather(self._player, return_exceptions=True)
         for engine in self._engines.values():
             engine.close()
         for coordinator in self._coordinators.values():
