@@ -77,14 +77,24 @@ class SafetensorsCheckpoint:
 def read_config(directory: Path) -> ModelConfig:
     """The configuration in a directory's config.json and generation_config.json. Raises UnsupportedModelError."""
     path = directory / "config.json"
-    values: dict[str, Any] = json.loads(path.read_text())
+    values = _read_json(path)
     return config_from_hf(values, ends=_end_tokens(directory, values), where=str(path))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_text())
+    except ValueError as error:
+        raise SafetensorsFormatError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise SafetensorsFormatError(f"{path} holds {type(values).__name__}: want a JSON object")
+    return values
 
 
 def _end_tokens(directory: Path, values: dict[str, Any]) -> tuple[int, ...]:
     """generation_config.json knows every token that ends an answer; config.json often only one."""
     path = directory / "generation_config.json"
-    generation = json.loads(path.read_text()) if path.is_file() else {}
+    generation = _read_json(path) if path.is_file() else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))
     if found is None:
         return ()
@@ -96,7 +106,7 @@ def _files(directory: Path) -> list[Path]:
     index = directory / INDEX_FILE
     if not index.is_file():
         return sorted(directory.glob("*.safetensors"))
-    named = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    named = sorted(set(_read_json(index).get("weight_map", {}).values()))
     missing = [name for name in named if not (directory / name).is_file()]
     if missing:
         raise SafetensorsFormatError(

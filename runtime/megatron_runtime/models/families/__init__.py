@@ -38,29 +38,31 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
         raise UnsupportedModelError(f"{where} has architectures {architectures}: supported are {supported}")
     fields.only("partial_rotary_factor", 1.0)
     traits = family.from_hf(fields)
-    heads, hidden = fields.need("num_attention_heads"), fields.need("hidden_size")
+    heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
     try:
         theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
     except KeyError as error:
         raise UnsupportedModelError(f"{where} has no field {error} of the rope scaling") from error
-    return ModelConfig(
+    config = ModelConfig(
         family=family.name,
-        vocab_size=fields.need("vocab_size"),
+        vocab_size=fields.size("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=fields.need("intermediate_size"),
-        num_layers=fields.need("num_hidden_layers"),
+        intermediate_size=fields.size("intermediate_size"),
+        num_layers=fields.size("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=fields.get("num_key_value_heads", heads),
-        head_dim=fields.get("head_dim", hidden // heads),
-        rms_norm_eps=fields.need("rms_norm_eps"),
+        num_kv_heads=fields.size("num_key_value_heads", heads),
+        head_dim=fields.size("head_dim", hidden // heads),
+        rms_norm_eps=fields.constant("rms_norm_eps"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=fields.need("max_position_embeddings"),
+        max_position_embeddings=fields.size("max_position_embeddings"),
         tie_embeddings=fields.get("tie_word_embeddings", family.tied),
         eos_token_ids=ends,
         bos_token_id=fields.get("bos_token_id"),
         **traits,
     )
+    _require_consistent(config, where)
+    return config
 
 
 def config_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -105,26 +107,41 @@ def config_from_gguf(
     bos: int | None,
 ) -> ModelConfig:
     """fields: the metadata under the architecture's prefix, without it. Raises UnsupportedModelError."""
-    hidden, heads = fields.need("embedding_length"), fields.need("attention.head_count")
-    head_dim = fields.get("attention.key_length", hidden // heads)
+    hidden, heads = fields.size("embedding_length"), fields.size("attention.head_count")
+    head_dim = fields.size("attention.key_length", hidden // heads)
     if fields.get("rope.dimension_count", head_dim) != head_dim:
         raise UnsupportedModelError(f"{fields.where} rotates a part of each head: whole heads are supported")
     theta, scaling = rope_of_gguf(fields, theta=family.rope_theta)
-    return ModelConfig(
+    config = ModelConfig(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=fields.get("feed_forward_length") or fields.need("expert_feed_forward_length"),
-        num_layers=fields.need("block_count"),
+        intermediate_size=fields.get("feed_forward_length") or fields.size("expert_feed_forward_length"),
+        num_layers=fields.size("block_count"),
         num_heads=heads,
-        num_kv_heads=fields.get("attention.head_count_kv", heads),
+        num_kv_heads=fields.size("attention.head_count_kv", heads),
         head_dim=head_dim,
-        rms_norm_eps=fields.need("attention.layer_norm_rms_epsilon"),
+        rms_norm_eps=fields.constant("attention.layer_norm_rms_epsilon"),
         rope_theta=theta,
         rope_scaling=scaling,
-        max_position_embeddings=fields.need("context_length"),
+        max_position_embeddings=fields.size("context_length"),
         tie_embeddings=tie_embeddings,
         eos_token_ids=ends,
         bos_token_id=bos,
         **family.from_gguf(fields),
     )
+    _require_consistent(config, fields.where)
+    return config
+
+
+def _require_consistent(config: ModelConfig, where: str) -> None:
+    if config.num_heads % config.num_kv_heads:
+        raise UnsupportedModelError(
+            f"{where} has {config.num_heads} query heads and {config.num_kv_heads} key-value heads: want a multiple"
+        )
+    if config.head_dim % 2:
+        raise UnsupportedModelError(f"{where} has heads of {config.head_dim}: rotary pairs want an even number")
+    if config.moe is not None and config.moe.experts_per_token > config.moe.num_experts:
+        raise UnsupportedModelError(
+            f"{where} sends each token to {config.moe.experts_per_token} of {config.moe.num_experts} experts"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,20 @@ class Fields:
         """`default` where the field is absent or null."""
         found = self.values.get(key)
         return default if found is None else found
+
+    def size(self, key: str, default: int | None = None) -> int:
+        """A whole number above zero. Raises UnsupportedModelError for anything else, and for none without `default`."""
+        found = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
+            raise UnsupportedModelError(f"{self.where} has {key} {found!r}: want a whole number above zero")
+        return found
+
+    def constant(self, key: str, default: float | None = None) -> float:
+        """A finite number above zero. Raises as size() does."""
+        found = self.need(key) if default is None else self.get(key, default)
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
+            raise UnsupportedModelError(f"{self.where} has {key} {found!r}: want a number above zero")
+        return found
 
     def only(self, key: str, *allowed: Any) -> None:
         """Raises UnsupportedModelError if the field is there and not one of `allowed`. Absent, null, false pass."""
@@ -104,19 +119,19 @@ def no_traits(fields: Fields) -> Traits:
 
 def window_everywhere(fields: Fields) -> Traits:
     """The sliding window of a family in which all layers have it or none."""
-    return sliding_traits(fields, is_local=[True] * fields.need("num_hidden_layers"))
+    return sliding_traits(fields, is_local=[True] * fields.size("num_hidden_layers"))
 
 
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
     """is_local: by layer, where the file does not list `layer_types`."""
-    window = fields.get("sliding_window")
+    window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
     kinds = fields.get("layer_types")
     if kinds is not None:
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
-        if unknown or len(kinds) != fields.need("num_hidden_layers"):
+        if unknown or len(kinds) != fields.size("num_hidden_layers"):
             raise UnsupportedModelError(
                 f"{fields.where} lists {len(kinds)} layer_types{f' and among them {unknown[0]!r}' if unknown else ''}: "
-                f"want {fields.need('num_hidden_layers')} of 'sliding_attention' and 'full_attention'"
+                f"want {fields.size('num_hidden_layers')} of 'sliding_attention' and 'full_attention'"
             )
         is_local = [kind == "sliding_attention" for kind in kinds]
     if window is None or not any(is_local):

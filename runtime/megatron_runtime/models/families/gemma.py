@@ -54,9 +54,9 @@ def _of_hf(fields: Fields) -> Traits:
     theta = rope.get("rope_theta") or fields.get("rope_local_base_freq", _LOCAL_THETA)
     period = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern", _PERIOD)
     return {
-        **_common(fields.need("hidden_size")),
-        "query_scale": fields.get("query_pre_attn_scalar", 256) ** -0.5,
-        **sliding_traits(fields, is_local=_is_local(fields.need("num_hidden_layers"), period), rope_theta=theta),
+        **_common(fields.size("hidden_size")),
+        "query_scale": fields.constant("query_pre_attn_scalar", 256) ** -0.5,
+        **sliding_traits(fields, is_local=_is_local(fields.size("num_hidden_layers"), period), rope_theta=theta),
     }
 
 
@@ -77,13 +77,15 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _of_gguf(fields: Fields) -> Traits:
-    layers, hidden = fields.need("block_count"), fields.need("embedding_length")
-    heads = fields.need("attention.head_count")
+    layers, hidden = fields.size("block_count"), fields.size("embedding_length")
+    heads = fields.size("attention.head_count")
     # The largest model alone divides by the hidden size of a head; no field of the file says so.
-    per_head = hidden // heads if layers == 62 else fields.need("attention.key_length")
+    per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
+    # A period, or whether each layer is local.
+    pattern = fields.get("attention.sliding_window_pattern", _PERIOD)
     sliding = sliding_traits(
         Fields({"sliding_window": fields.get("attention.sliding_window")}, where=fields.where),
-        is_local=_is_local(layers, fields.get("attention.sliding_window_pattern", _PERIOD)),
+        is_local=pattern if isinstance(pattern, list) else _is_local(layers, pattern),
         rope_theta=fields.get("rope.freq_base_swa", _LOCAL_THETA),
     )
     return {**_common(hidden), "query_scale": per_head**-0.5, **sliding}

@@ -25,9 +25,9 @@ _EXPERT_NAMES = {
 def _of_hf(fields: Fields) -> Traits:
     fields.only("hidden_act", "silu")
     moe = MoEConfig(
-        num_experts=fields.need("num_local_experts"),
-        experts_per_token=fields.need("num_experts_per_tok"),
-        intermediate_size=fields.need("intermediate_size"),
+        num_experts=fields.size("num_local_experts"),
+        experts_per_token=fields.size("num_experts_per_tok"),
+        intermediate_size=fields.size("intermediate_size"),
         normalize=True,
     )
     return {"moe": moe, **window_everywhere(fields)}
@@ -45,9 +45,9 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def _of_gguf(fields: Fields) -> Traits:
     moe = MoEConfig(
-        num_experts=fields.need("expert_count"),
-        experts_per_token=fields.need("expert_used_count"),
-        intermediate_size=fields.need("feed_forward_length"),
+        num_experts=fields.size("expert_count"),
+        experts_per_token=fields.size("expert_used_count"),
+        intermediate_size=fields.size("feed_forward_length"),
         normalize=True,
     )
     return {"moe": moe}

@@ -29,7 +29,7 @@ def _window(fields: Fields) -> Traits:
     """The window begins with layer `max_window_layers`, if it is used at all."""
     if not fields.get("use_sliding_window", False):
         return {}
-    layers, first = fields.need("num_hidden_layers"), fields.get("max_window_layers", 28)
+    layers, first = fields.size("num_hidden_layers"), fields.get("max_window_layers", 28)
     return sliding_traits(fields, is_local=[layer >= first for layer in range(layers)])
 
 
@@ -53,12 +53,12 @@ def _qwen3_moe_of_hf(fields: Fields) -> Traits:
     fields.only("attention_bias")
     every = fields.get("decoder_sparse_step", 1)
     listed = set(fields.get("mlp_only_layers", []))
-    layers = range(fields.need("num_hidden_layers"))
+    layers = range(fields.size("num_hidden_layers"))
     moe = MoEConfig(
         # transformers 5 calls them num_local_experts.
-        num_experts=fields.get("num_experts") or fields.need("num_local_experts"),
-        experts_per_token=fields.need("num_experts_per_tok"),
-        intermediate_size=fields.need("moe_intermediate_size"),
+        num_experts=fields.size("num_experts" if "num_experts" in fields.values else "num_local_experts"),
+        experts_per_token=fields.size("num_experts_per_tok"),
+        intermediate_size=fields.size("moe_intermediate_size"),
         normalize=fields.get("norm_topk_prob", False),
         dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
     )
@@ -82,9 +82,9 @@ def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
 def _qwen3_moe_of_gguf(fields: Fields) -> Traits:
     # The converter takes no model with dense layers, and every released model normalises.
     moe = MoEConfig(
-        num_experts=fields.need("expert_count"),
-        experts_per_token=fields.need("expert_used_count"),
-        intermediate_size=fields.need("expert_feed_forward_length"),
+        num_experts=fields.size("expert_count"),
+        experts_per_token=fields.size("expert_used_count"),
+        intermediate_size=fields.size("expert_feed_forward_length"),
         normalize=True,
     )
     return {"qk_norm": True, "moe": moe}

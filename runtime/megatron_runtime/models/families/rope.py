@@ -43,12 +43,12 @@ def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 def rope_of_gguf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | None]:
     kind = fields.get("rope.scaling.type", "none")
-    base = fields.get("rope.freq_base", theta)
+    base = fields.constant("rope.freq_base", theta)
     if kind == "none":
         return base, None
     if kind != "linear":
         raise UnsupportedModelError(f"{fields.where} has rope scaling {kind!r}: supported are 'none' and 'linear'")
-    return base, LinearScaling(factor=fields.need("rope.scaling.factor"))
+    return base, LinearScaling(factor=fields.constant("rope.scaling.factor"))
 
 
 def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int, where: str) -> Llama3Scaling:
