@@ -46,6 +46,9 @@ class Device(Protocol):
     def select_dtype(self, name: str) -> torch.dtype:
         """Raises ValueError naming what is supported."""
 
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """What keys and values are kept in where activations are of type `dtype`."""
+
     def linears(self, dtype: torch.dtype) -> LinearFactory: ...
 
     def kv_pool(self, *, layers: int, pages: int, page_size: int, width: int, dtype: torch.dtype) -> Pool: ...
@@ -109,11 +112,14 @@ class Processor:
 
     def __init__(self, wrapper_class: Callable[..., ModelRunner] = GPTInferenceWrapper) -> None:
         self._wrapper_class = wrapper_class
-        self._numbers = Numbers("float32", torch.float32, is_native=False)
+        self._numbers = Numbers("float32", torch.float32, torch.float32, is_native=False)
 
     def select_dtype(self, name: str) -> torch.dtype:
         self._numbers = select_numbers(name)
         return self._numbers.activations
+
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return self._numbers.cache if self._numbers.is_native else dtype
 
     def linears(self, dtype: torch.dtype) -> LinearFactory:
         if not self._numbers.is_native:

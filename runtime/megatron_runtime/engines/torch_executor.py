@@ -62,16 +62,17 @@ class TorchExecutor:
         self.page_size = page_size
         self.max_sequence_length = _longest_sequence(max_sequence_length, config)
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
+        cache_dtype = device.cache_dtype(self._dtype)
         # All ranks have the same pages, as many as fit on a rank with the most layers.
         most_layers = len(ParallelSizes(pipeline=shard.pipeline_size).shard(0).layers(config.num_layers))
-        self.num_pages = _num_pages(kv_cache_memory, most_layers * width * self._dtype.itemsize * page_size)
+        self.num_pages = _num_pages(kv_cache_memory, most_layers * width * cache_dtype.itemsize * page_size)
         self._threads = threads
         self._pool = device.kv_pool(
             layers=len(shard.layers(config.num_layers)),
             pages=self.num_pages,
             page_size=page_size,
             width=width,
-            dtype=self._dtype,
+            dtype=cache_dtype,
         )
         self._stage: StageRunner | None = None
 

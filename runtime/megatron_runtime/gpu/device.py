@@ -48,6 +48,9 @@ class CudaDevice:
             raise ValueError(f"dtype={name!r} is not supported on a GPU: use auto, {', '.join(DTYPES)}")
         return DTYPES[name]
 
+    def cache_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return dtype
+
     def linears(self, dtype: torch.dtype) -> DeviceLinears:
         return DeviceLinears(dtype, self._device)
 

@@ -18,12 +18,14 @@ _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """weights:     what matrices are kept in.
-    activations: what is computed in, and the KV cache is kept in.
+    activations: what is computed in.
+    cache:       what keys and values are kept in.
     is_native:   compiled steps run them (layers/native), else torch.
     """
 
     weights: Format
     activations: torch.dtype
+    cache: torch.dtype
     is_native: bool
 
 
@@ -49,24 +51,19 @@ def select_numbers(name: str) -> Numbers:
     if name == "auto":
         name = "bfloat16" if computes_in_bfloat16() else "float32"
     if name == "float32":
-        return Numbers("float32", torch.float32, is_native)
+        return Numbers("float32", torch.float32, torch.float32, is_native)
     if name == "bfloat16":
         if is_native and not computes_in_bfloat16():
-            return Numbers("bfloat16", torch.float32, True)
-        return Numbers("bfloat16", torch.bfloat16, False)
+            return Numbers("bfloat16", torch.float32, torch.bfloat16, True)
+        return Numbers("bfloat16", torch.bfloat16, torch.bfloat16, False)
     allowed: tuple[Format, ...] = ("float32", "bfloat16", *(("int8", "int4") if is_native else ()))
     for format in allowed:
         if name == format:
-            return Numbers(format, torch.float32, True)
+            return Numbers(format, torch.float32, torch.bfloat16, True)
     raise ValueError(
         f"dtype={name!r} is not supported on this processor: use auto, {', '.join(allowed)}"
         + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
     )
-
-
-def select_dtype(name: str) -> torch.dtype:
-    """Return the type to compute in. `name`: "auto" or a Format."""
-    return select_numbers(name).activations
 
 
 def default_threads(quota: Path = _QUOTA) -> int:

@@ -56,15 +56,15 @@ class PagedAttention:
     def __call__(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, batch: AttentionBatch
     ) -> torch.Tensor:
-        """Write `kv_TE` to the cache, attend, and return [T, H * D]."""
-        cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE)
+        """Write `kv_TE` to the cache, which may be of a smaller type, attend, and return [T, H * D]."""
+        cache_PXE.flatten(0, 1).index_copy_(0, batch.cache_rows_T, kv_TE.to(cache_PXE.dtype))
         parts = [self._decode(q_THD, cache_PXE, group) for group in batch.decodes]
         parts += [self._prefill(q_THD, kv_TE, cache_PXE, chunk) for chunk in batch.prefills]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _decode(self, q_THD: torch.Tensor, cache_PXE: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
         q_BHD = q_THD[group.rows]
-        kv = cache_PXE.index_select(0, group.pages)
+        kv = cache_PXE.index_select(0, group.pages).to(q_BHD.dtype)
         kv_BSJKD = kv.view(q_BHD.shape[0], -1, 2, self._kv_heads, self._head_dim)
         k_BKSD, v_BKSD = kv_BSJKD.permute(2, 0, 3, 1, 4)
         # The query heads that share a key-value head are rows of one product, so that it is read once.
@@ -75,7 +75,9 @@ class PagedAttention:
     def _prefill(
         self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: PrefillChunk
     ) -> torch.Tensor:
-        kv_SE = kv_TE[chunk.rows] if chunk.pages is None else cache_PXE.index_select(0, chunk.pages).flatten(0, 1)
+        kv_SE = kv_TE[chunk.rows]
+        if chunk.pages is not None:
+            kv_SE = cache_PXE.index_select(0, chunk.pages).flatten(0, 1).to(kv_TE.dtype)
         kv_JKSD = kv_SE.unflatten(1, (2, self._kv_heads, self._head_dim)).permute(1, 2, 0, 3)
         k_KGSD, v_KGSD = kv_JKSD[:, :, None].expand(-1, -1, self._groups, -1, -1)
         q_KGTD = q_THD[chunk.rows].unflatten(1, (self._kv_heads, self._groups)).permute(1, 2, 0, 3)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.layers.cpu import select_numbers
 from megatron_runtime.layers.native.compiled import is_supported
 from megatron_runtime.layers.native.linear import NativeLinears
 from megatron_runtime.loading.checkpoint import open_checkpoint
@@ -44,7 +45,8 @@ def read(format: str, tokens: np.ndarray) -> np.ndarray:
     model = build_decoder(config, weights)
     assert isinstance(model, NativeDecoder)
     count = len(tokens)
-    cache = torch.zeros(config.num_layers, count // PAGE + 1, PAGE, 2 * config.num_kv_heads * config.head_dim)
+    shape = (config.num_layers, count // PAGE + 1, PAGE, 2 * config.num_kv_heads * config.head_dim)
+    cache = torch.zeros(shape, dtype=select_numbers(format).cache)
     plan = StepPlan(
         token_ids=tokens,
         positions=np.arange(count, dtype=np.int32),
