@@ -46,6 +46,8 @@ class LinearFactory(Protocol):
 
     dtype:           of the activations, and of dense weights.
     quantized_kinds: GGML types whose blocks it takes as they are; of others it gets dense weights.
+
+    Blocks may be a view of their file, and rows of them may lie apart: what is kept is copied.
     """
 
     @property

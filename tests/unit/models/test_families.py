@@ -140,6 +140,9 @@ def test_a_family_answers_as_in_transformers(case: str) -> None:
     executor = executor_of(model_in_memory(reference))
     random = np.random.default_rng(1)
     prompts = [random.integers(3, VOCAB, length).tolist() for length in LENGTHS]
-    for max_tokens in (512, 19):
-        for prompt, ours in zip(prompts, answer(executor, prompts, max_tokens=max_tokens), strict=True):
-            assert_same(reference, prompt, ours)
+    whole, in_chunks = answer(executor, prompts), answer(executor, prompts, max_tokens=19)
+    for prompt, ours, again in zip(prompts, whole, in_chunks, strict=True):
+        assert_same(reference, prompt, ours)
+        assert again.tokens == ours.tokens
+        assert again.prompt_log_probs == pytest.approx(ours.prompt_log_probs, abs=1e-4)
+        assert again.log_probs == pytest.approx(ours.log_probs, abs=1e-4)
