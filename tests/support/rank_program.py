@@ -2,13 +2,15 @@
 
 What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
 suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
-time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); rendezvous_seconds.
+time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); hang (a rank whose
+steps never end); rendezvous_seconds; step_timeout_seconds.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import threading
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,7 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
         kv_cache_memory=KV_CACHE_MEMORY,
         parallel=sizes,
         rendezvous_seconds=told.get("rendezvous_seconds", 60),
+        step_timeout_seconds=told.get("step_timeout_seconds", 60),
     )
     identity = rank_identity(sizes)
     assert identity is not None
@@ -95,6 +98,8 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
 
 
 def _plant_failure(told: dict[str, Any], rank: int) -> None:
+    if told.get("hang") == rank:
+        TorchExecutor.execute_part = lambda *_: threading.Event().wait()  # type: ignore[method-assign]
     if told.get("fail", [None])[0] != rank:
         return
     _, name, times = told["fail"]
@@ -118,6 +123,15 @@ def _lead(settings: EngineSettings, identity: RankIdentity, told: dict[str, Any]
     executor: RankedExecutor = lead(settings, identity, part)
     executor.watch(on_failure=lambda _error: None, on_leave=lambda: say.send("leave"))
     try:
+        _answer(executor, told, say)
+    except RankError as error:
+        executor.end(error)
+        raise
+    executor.end(None)
+
+
+def _answer(executor: RankedExecutor, told: dict[str, Any], say: Connection) -> None:
+    try:
         executor.load()
     except (RankError, ValueError) as error:
         say.send(str(error))
@@ -126,4 +140,3 @@ def _lead(settings: EngineSettings, identity: RankIdentity, told: dict[str, Any]
         answers(executor, told)
         say.send("step")
     say.send(answers(executor, told))
-    executor.end(None)

@@ -58,6 +58,7 @@ class RankProcess:
                 threading.Thread(target=self._perform, args=(order,), name="stage", daemon=True).start()
             else:
                 self._perform(order)
+            self._channel.done = order.number
         self._channel.close()
 
     def _step(self, order: Order) -> None:

@@ -54,7 +54,7 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
             identity.rank,
             pull=meeting.pull,
             push=meeting.connect(0),
-            position=lambda: groups.position,
+            exchanges=lambda: groups.exchanges,
             on_lost=end_with,
         )
         channel.start(timeout_seconds=GREETING_SECONDS)

@@ -11,7 +11,8 @@ from typing import Any
 from megatron_runtime.engines.engine_part import EnginePart, PartExecutor
 from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
 from megatron_runtime.engines.rank_process import end_with
-from megatron_runtime.parallel.errors import RankError, RankLostError
+from megatron_runtime.parallel.errors import RankError
+from megatron_runtime.parallel.groups import GroupError
 from megatron_runtime.parallel.micro_batches import merge
 from megatron_runtime.parallel.plan_channel import Kind, LeaderChannel
 from megatron_runtime.parallel.plan_codec import decode_result, encode_plan
@@ -104,9 +105,11 @@ class RankedExecutor:
         number = channel.post(Kind.STEP, encode_plan(plan), answers=self._samplers)
         try:
             parts = self._local.execute_part(plan)
-        except RuntimeError as error:
+        except GroupError as error:
             # An exchange that fails does not say who is gone.
-            raise channel.blame() or RankError(0, str(error)) from error
+            raise channel.blame(number) from error
+        except RuntimeError as error:
+            raise RankError(0, str(error)) from error
         for answer in channel.collect(number, stall_seconds=self._stall_seconds).values():
             parts += [(rows, decode_result(items)) for rows, items in answer]
         return merge(parts, len(plan.query_lengths))
@@ -137,7 +140,7 @@ class RankedExecutor:
         """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
         if failure is None:
             self._channel.close()
-        elif not isinstance(failure, RankLostError):
+        else:
             rank, cause = (failure.rank, failure.cause) if isinstance(failure, RankError) else (0, str(failure))
             self._channel.fail(rank, cause)
 

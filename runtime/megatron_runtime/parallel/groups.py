@@ -25,18 +25,18 @@ class Groups:
 
     Made by every rank at once: it waits until all of them are there.
 
-    position: collectives this rank has entered; of ranks that wait for each other, the one that is behind is the one
-              they wait for.
+    exchanges: how many exchanges this rank has entered, and whether it is in one, waiting for others.
     """
 
     def __init__(self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: str, timeout: timedelta) -> None:
         self.shard: Shard = sizes.shard(rank)
-        self.position = 0
+        self.exchanges: tuple[int, bool] = (0, False)
         self._tokens_of_experts: tuple[int, ...] = ()
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         backend = "nccl" if device == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=rank, world_size=sizes.world, timeout=timeout)
         shards = [sizes.shard(number) for number in range(sizes.world)]
+        self._timeout = timeout
         self._tensor = self._own(shards, lambda one: (one.pipeline_rank, one.expert_rank))
         self._expert = self._own(shards, lambda one: (one.pipeline_rank, one.tensor_rank))
         self._pipeline = self._own(shards, lambda one: (one.expert_rank, one.tensor_rank))
@@ -46,7 +46,7 @@ class Groups:
         mine = None
         for each in sorted({key(one) for one in shards}):
             ranks = [one.rank for one in shards if key(one) == each]
-            group = dist.new_group(ranks) if len(ranks) > 1 else None
+            group = dist.new_group(ranks, timeout=self._timeout) if len(ranks) > 1 else None
             if each == key(self.shard) and isinstance(group, dist.ProcessGroup):
                 mine = group
         return mine
@@ -57,11 +57,13 @@ class Groups:
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        self.position += 1
+        entered = self.exchanges[0] + 1
+        self.exchanges = (entered, True)
         try:
             yield
         except RuntimeError as error:
             raise GroupError(f"an exchange with other ranks failed: {error}") from error
+        self.exchanges = (entered, False)
 
     def close(self) -> None:
         dist.destroy_process_group()

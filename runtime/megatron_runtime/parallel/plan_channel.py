@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import Any, TypeAlias
 
 import zmq
 from zmq.utils.monitor import recv_monitor_message
@@ -39,6 +39,7 @@ BLAME_SECONDS = 1.0
 """When a collective fails, how long to wait for the news whose end made it fail."""
 
 
+_STALLED = "it has not got on in a step, and the others waited for it"
 _DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE_SECONDS:g} s, or cut off"
 
 
@@ -65,6 +66,10 @@ class Order:
     body: Any
 
 
+Progress: TypeAlias = tuple[int, int, bool]
+"""How far a rank has come: the last order it has done, the exchanges it has entered, whether it waits in one."""
+
+
 @dataclass(slots=True)
 class _Rank:
     """What rank 0 knows of another rank."""
@@ -72,7 +77,7 @@ class _Rank:
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     heard: float
-    position: int = 0
+    progress: Progress = (0, 0, False)
     has_said_hello: bool = False
 
 
@@ -187,17 +192,20 @@ class LeaderChannel:
                 if self._progress() != seen:
                     seen, since = self._progress(), time.monotonic()
                 elif stall_seconds is not None and time.monotonic() - since > stall_seconds:
-                    behind = min(pending.missing, key=lambda rank: self._ranks[rank].position)
-                    self._lose(behind, f"it has made no progress in a step for {stall_seconds:g} s")
+                    self._lose(self._behind(number), _STALLED)
             del self._pending[number]
             if pending.missing and self.failure is not None:
                 raise self.failure
             return pending.answers
 
-    def blame(self) -> RankError | None:
-        """Who made a collective fail: the rank that is lost, if the news of it comes soon."""
+    def blame(self, number: int) -> RankError:
+        """Whose fault it is that an exchange of order `number` failed: the rank that is lost, if the news of it comes
+        soon, else the one that the others waited for.
+        """
         with self._changed:
-            self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS)
+            if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
+                self._lose(self._behind(number), _STALLED)
+            assert self.failure is not None
             return self.failure
 
     def fail(self, rank: int, cause: str) -> None:
@@ -240,8 +248,17 @@ class LeaderChannel:
             with contextlib.suppress(zmq.Again):  # its connection has ended, which the monitor tells
                 self._ranks[rank].push.send_multipart(frames, zmq.NOBLOCK)
 
-    def _progress(self) -> tuple[int, ...]:
-        return tuple(one.position for one in self._ranks.values())
+    def _progress(self) -> tuple[Progress, ...]:
+        return tuple(one.progress for one in self._ranks.values())
+
+    def _behind(self, number: int) -> int:
+        """The rank that the others wait for in order `number`: it has not done it, and is not waiting itself."""
+
+        def lateness(rank: int) -> tuple[bool, bool, int]:
+            done, exchanges, is_waiting = self._ranks[rank].progress
+            return done >= number, is_waiting, exchanges
+
+        return min(self._ranks, key=lateness)
 
     # --- its thread ---------------------------------------------------------------------------------------------
 
@@ -279,7 +296,8 @@ class LeaderChannel:
     def _take(self, kind: Kind, rank: int, number: int, body: Any) -> None:
         """`_changed` is held."""
         if kind is Kind.BEAT:
-            self._ranks[rank].position = body
+            done, exchanges, is_waiting = body
+            self._ranks[rank].progress = (done, exchanges, is_waiting)
         elif kind is Kind.ANSWER:
             pending = self._pending.get(number)
             if pending is not None:
@@ -329,7 +347,8 @@ class FollowerChannel:
     """Another rank's end.
 
     orders:   what rank 0 wants, in its order; get() blocks.
-    position: tells how far this rank has come; read twice a second.
+    exchanges: tells how many exchanges this rank has entered, and whether it waits in one; read twice a second.
+    done:     the last order that was done.
     on_lost:  called once, on the channel's thread, when rank 0 is lost or says why the engine ends.
     """
 
@@ -339,7 +358,7 @@ class FollowerChannel:
         *,
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
-        position: Callable[[], int],
+        exchanges: Callable[[], tuple[int, bool]],
         on_lost: Callable[[RankError], None],
     ) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
@@ -347,8 +366,9 @@ class FollowerChannel:
         self._pull = pull
         self._push = push
         self._monitor = push.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._position = position
+        self._exchanges = exchanges
         self._on_lost = on_lost
+        self.done = 0
         self._number = 0
         self._sending = threading.Lock()
         self._welcomed = threading.Event()
@@ -406,7 +426,7 @@ class FollowerChannel:
                 if now - beat_at > BEAT_SECONDS:
                     heard = now  # this process itself stood still
                 beat_at = now + BEAT_SECONDS
-                self._send(Kind.BEAT, 0, self._position())
+                self._send(Kind.BEAT, 0, [self.done, *self._exchanges()])
                 if now - heard > LONGEST_LOAD_SECONDS:
                     self._lose(0, f"it has said nothing for {LONGEST_LOAD_SECONDS:g} s")
 

@@ -70,6 +70,15 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
         assert last_words(tmp_path, rank)["message"] == "rank 1: execute_part fails as told"
 
 
+def test_a_step_that_never_ends_on_one_rank_ends_the_engine(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "pipeline": 2, "hang": 1, "step_timeout_seconds": 4})
+    assert engine.exit_codes() == [1, 1, 1, 1]
+    for rank in range(4):
+        assert last_words(tmp_path, rank)["message"] == (
+            "rank 1: it has not got on in a step, and the others waited for it"
+        )
+
+
 def test_an_order_that_one_rank_cannot_do_is_undone_and_can_be_given_again(start, told: dict[str, Any]) -> None:
     engine = start({**told, "fail": [1, "load", 1]})
     assert engine.told() == "rank 1: load: load fails as told"
