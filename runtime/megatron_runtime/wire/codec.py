@@ -5,6 +5,7 @@ NumPy is imported where it is used: it would double the time that a coordinator 
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -34,7 +35,15 @@ def unpack(data: bytes) -> Any:
 
 
 def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
-    """Token ids, shape [n], as little-endian int32."""
+    """Token ids, shape [n], as little-endian int32.
+
+    Raises ValueError for a list with anything but integers that fit.
+    """
+    if type(tokens) is list:  # struct takes a quarter of the time that NumPy does
+        try:
+            return struct.pack(f"<{len(tokens)}i", *tokens)
+        except struct.error as error:
+            raise ValueError(f"token ids: want integers of 32 bits: {error}") from error
     import numpy as np
 
     return np.asarray(tokens, dtype="<i4").tobytes()

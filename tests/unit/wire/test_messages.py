@@ -42,7 +42,16 @@ bodies = st.binary(max_size=60)
 @given(tokens)
 def test_tokens_travel_as_little_endian_int32(values: list[int]) -> None:
     assert tokens_to_bytes(values) == np.array(values, dtype="<i4").tobytes()
+    assert (
+        tokens_to_bytes(tuple(values)) == tokens_to_bytes(np.array(values, dtype=np.int64)) == tokens_to_bytes(values)
+    )
     assert tokens_from_bytes(tokens_to_bytes(values)).tolist() == values
+
+
+@pytest.mark.parametrize("token", [1.5, "1", None, 1 << 31])
+def test_what_is_no_token_is_refused(token: object) -> None:
+    with pytest.raises(ValueError, match="32 bits"):
+        tokens_to_bytes([1, token])  # type: ignore[list-item]
 
 
 @given(uids, metas, tokens, tokens, bodies)
