@@ -1,6 +1,6 @@
-"""One rank of a training that saves a model as Megatron-Core does: torch's own writer, shards of the whole tensors.
+"""Ranks of a training that save a model as Megatron-Core does: torch's own writer, shards of the whole tensors.
 
-    python megatron_saver.py RANK WORLD STORE MODEL TARGET stacked|numbered [MODEL TARGET stacked|numbered ...]
+    python megatron_saver.py WORLD STORE MODEL TARGET stacked|numbered [MODEL TARGET stacked|numbered ...]
 
 The layout is written down here a second time, from what each rank of Megatron-Core holds, so that a mistake in the
 product's table does not hide in its tests.
@@ -8,6 +8,7 @@ product's table does not hide in its tests.
 
 import io
 import json
+import multiprocessing
 import sys
 from argparse import Namespace
 from pathlib import Path
@@ -186,4 +187,12 @@ def main(rank: int, world: int, store: Path, jobs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4:])
+    # The ranks are forked from here: importing torch takes longer than all they do.
+    fork = multiprocessing.get_context("fork")
+    world = int(sys.argv[1])
+    ranks = [fork.Process(target=main, args=(rank, world, Path(sys.argv[2]), sys.argv[3:])) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    sys.exit(any(process.exitcode for process in ranks))
