@@ -12,8 +12,9 @@ from types import FrameType
 from megatron_runtime.engines.engine_part import EnginePart, PartExecutor
 from megatron_runtime.engines.termination import write_termination_message
 from megatron_runtime.parallel.errors import RankError
+from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.groups import GroupError
-from megatron_runtime.parallel.plan_channel import FollowerChannel, Kind, Order
+from megatron_runtime.parallel.plan_channel import Kind, Order
 from megatron_runtime.parallel.plan_codec import decode_plan, encode_result
 
 logger = logging.getLogger(__name__)

@@ -17,9 +17,10 @@ from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.health import HealthServer
 from megatron_runtime.parallel.errors import RendezvousError
+from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.identity import RankIdentity
-from megatron_runtime.parallel.plan_channel import FollowerChannel, LeaderChannel
+from megatron_runtime.parallel.leader_channel import LeaderChannel
 from megatron_runtime.parallel.rendezvous import LOOPBACK, Meeting, open_store
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,9 @@ from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
 from megatron_runtime.engines.rank_process import end_with
 from megatron_runtime.parallel.errors import RankError
 from megatron_runtime.parallel.groups import GroupError
+from megatron_runtime.parallel.leader_channel import LeaderChannel
 from megatron_runtime.parallel.micro_batches import merge
-from megatron_runtime.parallel.plan_channel import Kind, LeaderChannel
+from megatron_runtime.parallel.plan_channel import Kind
 from megatron_runtime.parallel.plan_codec import decode_result, encode_plan
 from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.wire.messages import Control

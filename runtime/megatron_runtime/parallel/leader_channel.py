@@ -1,0 +1,279 @@
+"""Rank 0's end of the channel between the ranks of an engine. No torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
+from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, Kind, Progress
+from megatron_runtime.parallel.plan_codec import pack, unpack
+
+logger = logging.getLogger(__name__)
+
+HANG_SECONDS = 30.0
+"""A rank whose interpreter answers nothing for so long is lost, unless it was told to do something long. A compiler may
+hold an interpreter for seconds.
+"""
+FAREWELL_SECONDS = 2.0
+BLAME_SECONDS = 1.0
+"""When an exchange fails, how long to wait for the news whose end made it fail."""
+_STALLED = "it has not got on in a step, and the others waited for it"
+
+
+@dataclass(slots=True)
+class _Rank:
+    """What rank 0 knows of another rank."""
+
+    push: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    heard: float
+    progress: Progress = (0, 0, False)
+    has_said_hello: bool = False
+
+
+@dataclass(slots=True)
+class _Pending:
+    missing: set[int]
+    is_long: bool
+    answers: dict[int, Any] = field(default_factory=dict)
+
+
+class LeaderChannel:
+    """Rank 0's end. Orders may be posted and answers awaited from any thread.
+
+    pull:    where the other ranks' answers arrive.
+    pushes:  by rank, connected to that rank's PULL.
+    on_lost: called once, on a thread of the channel, with the RankError that ends the engine.
+    on_leave: called on a thread of the channel when a rank was told to end: SIGTERM.
+    """
+
+    def __init__(self, pull: zmq.Socket[bytes], pushes: dict[int, zmq.Socket[bytes]]) -> None:
+        self.on_lost: Callable[[RankError], None] = lambda _error: None
+        self.on_leave: Callable[[], object] = lambda: None
+        self.failure: RankError | None = None
+        self._pull = pull
+        now = time.monotonic()
+        self._ranks = {
+            rank: _Rank(push, push.get_monitor_socket(zmq.EVENT_DISCONNECTED), heard=now)
+            for rank, push in pushes.items()
+        }
+        self._number = 0
+        self._pending: dict[int, _Pending] = {}
+        self._changed = threading.Condition()
+        self._sending = threading.Lock()
+        self._ended = False
+        self._closing = False
+        self._gone: set[int] = set()
+        self._suspect: tuple[int, str, float] | None = None
+        self._welcomed = False
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+
+    def start(self, *, timeout_seconds: float) -> None:
+        """Return when every rank has said HELLO and was welcomed. Raises RendezvousError naming who did not."""
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self.failure or all(one.has_said_hello for one in self._ranks.values()), timeout_seconds
+            )
+            if self.failure is not None:
+                raise self.failure
+            silent = [rank for rank, one in self._ranks.items() if not one.has_said_hello]
+            if silent:
+                raise RendezvousError(
+                    silent[0],
+                    f"it and rank 0 have found each other, but no message came through within {timeout_seconds:g} s",
+                )
+            for one in self._ranks.values():
+                one.heard = time.monotonic()
+            self._welcomed = True
+        self._send(self._ranks, Kind.WELCOME, 0, None)
+
+    def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = (), is_long: bool = False) -> int:
+        """Send an order to every rank, in the order of calls. Returns its number.
+
+        answers: ranks that will answer; collect() has to be called for it then.
+        is_long: the order may keep a rank from showing any sign of life.
+        """
+        missing = set(answers) - {0}
+        with self._sending:
+            self._number += 1
+            number = self._number
+            if missing:
+                with self._changed:
+                    self._pending[number] = _Pending(missing, is_long)
+            self._send_now(self._ranks, kind, number, body)
+        return number
+
+    def collect(self, number: int, *, stall_seconds: float | None = None) -> dict[int, Any]:
+        """The answers to order `number`, by rank. Raises the RankError that ends the engine, if one comes first.
+
+        stall_seconds: when no answer and no progress came for so long, the rank that is behind is lost.
+        """
+        with self._changed:
+            pending = self._pending.get(number)
+            if pending is None:
+                return {}
+            seen, since = self._progress(), time.monotonic()
+            while pending.missing and self.failure is None:
+                self._changed.wait(timeout=BEAT_SECONDS)
+                if self._progress() != seen:
+                    seen, since = self._progress(), time.monotonic()
+                elif stall_seconds is not None and time.monotonic() - since > stall_seconds:
+                    self._lose(self._behind(number), _STALLED)
+            del self._pending[number]
+            if pending.missing and self.failure is not None:
+                raise self.failure
+            return pending.answers
+
+    def blame(self, number: int) -> RankError:
+        """Whose fault it is that an exchange of order `number` failed: the rank that is lost, if the news of it comes
+        soon, else the one that the others waited for.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
+                self._lose(self._behind(number), _STALLED)
+            assert self.failure is not None
+            return self.failure
+
+    def fail(self, rank: int, cause: str) -> None:
+        """The engine ends because of `rank`, which may be 0: the other ranks end with this cause. Waits a moment for it
+        to reach them.
+        """
+        self._closing = True
+        self._send(self._ranks, Kind.FAILED, 0, [rank, cause])
+        self._wait_until_all_are_gone(BLAME_SECONDS)
+
+    def close(self) -> None:
+        """Tell the other ranks to end, wait a moment for them to hang up, and end. Idempotent."""
+        if self._ended:
+            return
+        self._closing = True
+        self._send(self._ranks, Kind.END, 0, None)
+        self._wait_until_all_are_gone(FAREWELL_SECONDS)
+        self._ended = True
+        self._thread.join()
+        for one in self._ranks.values():
+            one.push.disable_monitor()
+            one.monitor.close(linger=0)
+            one.push.close(linger=0)
+        self._pull.close(linger=0)
+
+    def _wait_until_all_are_gone(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone >= self._ranks.keys(), seconds)
+
+    def _send(self, ranks: Iterable[int], kind: Kind, number: int, body: Any) -> None:
+        with self._sending:
+            self._send_now(ranks, kind, number, body)
+
+    def _send_now(self, ranks: Iterable[int], kind: Kind, number: int, body: Any) -> None:
+        """`_sending` is held: it orders the messages, and lets a socket pass from thread to thread."""
+        if self._ended:
+            return
+        frames = [pack([int(kind), 0, number]), pack(body)]
+        for rank in ranks:
+            with contextlib.suppress(zmq.Again):  # its connection has ended, which the monitor tells
+                self._ranks[rank].push.send_multipart(frames, zmq.NOBLOCK)
+
+    def _progress(self) -> tuple[Progress, ...]:
+        return tuple(one.progress for one in self._ranks.values())
+
+    def _behind(self, number: int) -> int:
+        """The rank that the others wait for in order `number`: it has not done it, and is not waiting itself."""
+
+        def lateness(rank: int) -> tuple[bool, bool, int]:
+            done, exchanges, is_waiting = self._ranks[rank].progress
+            return done >= number, is_waiting, exchanges
+
+        return min(self._ranks, key=lateness)
+
+    # --- its thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        monitors = {one.monitor: rank for rank, one in self._ranks.items()}
+        for monitor in monitors:
+            poller.register(monitor, zmq.POLLIN)
+        beat_at = time.monotonic()
+        while not self._ended:
+            for socket, _ in poller.poll(max(0, int((beat_at - time.monotonic()) * 1000))):
+                if socket is self._pull:
+                    self._receive()
+                else:
+                    recv_monitor_message(socket)
+                    self._disconnected(monitors[socket])
+            if time.monotonic() >= beat_at:
+                beat_at = time.monotonic() + BEAT_SECONDS
+                self._send(self._ranks, Kind.BEAT, 0, None)
+                self._look_for_hung_ranks()
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                head, body = self._pull.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            kind, rank, number = unpack(head)
+            with self._changed:
+                self._ranks[rank].heard = time.monotonic()
+                self._take(Kind(kind), rank, number, unpack(body))
+                self._changed.notify_all()
+
+    def _take(self, kind: Kind, rank: int, number: int, body: Any) -> None:
+        """`_changed` is held."""
+        if kind is Kind.BEAT:
+            done, exchanges, is_waiting = body
+            self._ranks[rank].progress = (done, exchanges, is_waiting)
+        elif kind is Kind.ANSWER:
+            pending = self._pending.get(number)
+            if pending is not None:
+                pending.missing.discard(rank)
+                pending.answers[rank] = body
+        elif kind is Kind.HELLO:
+            self._ranks[rank].has_said_hello = True
+        elif kind is Kind.FAILED:
+            is_consequence, cause = body
+            if not is_consequence:
+                self._lose(rank, cause)
+            elif self._suspect is None:
+                self._suspect = (rank, cause, time.monotonic())
+        elif kind is Kind.LEAVE:
+            self.on_leave()
+
+    def _disconnected(self, rank: int) -> None:
+        with self._changed:
+            self._gone.add(rank)
+            if self._welcomed and not self._closing:
+                self._lose(rank, DISCONNECTED)
+            self._changed.notify_all()
+
+    def _look_for_hung_ranks(self) -> None:
+        now = time.monotonic()
+        with self._changed:
+            busy = {rank for pending in self._pending.values() if pending.is_long for rank in pending.missing}
+            for rank, one in self._ranks.items():
+                if rank in busy:
+                    one.heard = now
+                elif self._welcomed and now - one.heard > HANG_SECONDS:
+                    self._lose(rank, f"its interpreter has not answered for {HANG_SECONDS:g} s")
+                    self._changed.notify_all()
+            if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
+                self._lose(self._suspect[0], self._suspect[1])
+                self._changed.notify_all()
+
+    def _lose(self, rank: int, cause: str) -> None:
+        """`_changed` is held. The first loss is the cause of those that follow."""
+        if self.failure is None:
+            self.failure = RankLostError(rank, cause)
+            logger.error("%s", self.failure)
+            threading.Thread(target=self.on_lost, args=(self.failure,), name="lost rank", daemon=True).start()
