@@ -16,9 +16,8 @@ class Pool:
     """A coordinator on one port with a scripted engine behind it."""
 
     def __init__(self) -> None:
-        settings = CoordinatorSettings(
-            listen="127.0.0.1", client_port=0, single_port=True, timing=Timing(heartbeat=0.05, recovery=0.0)
-        )
+        patient = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0)
+        settings = CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True, timing=patient)
         self.coordinator = Coordinator(settings)
         self.coordinator.start()
         self.address = self.coordinator.transport.addresses[Role.CLIENT]
