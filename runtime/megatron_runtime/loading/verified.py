@@ -15,16 +15,41 @@ from megatron_runtime.models.config import ModelConfig
 Kinds = Mapping[str, TensorKind]
 
 
+_WORD = 8
+
+
 class UnusableWeightsError(ValueError):
     """The weights must not be used. The message names the tensor or value, what it is and what was wanted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """kinds: shape and type of each tensor. digest: of names, kinds and values; equal files have equal digests."""
+    """kinds: shape and type of each tensor. digest: of names, kinds and values.
+
+    Equal files have equal digests, whether they are read whole or piece by piece.
+    """
 
     kinds: Kinds
     digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Sum:
+    """The sum of the 8-byte words of pieces of a tensor, as fast as memory is, and the bytes after them.
+
+    The same for a whole and for its pieces where their sizes are multiples of eight bytes, all but the last.
+    """
+
+    words: int = 0
+    rest: bytes = b""
+
+    def plus(self, tensor: torch.Tensor) -> _Sum:
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        end = len(data) // _WORD * _WORD
+        # Words need an address that is a multiple of their size: a view into a file may begin anywhere.
+        aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
+        words = self.words + int(aligned.view(torch.int64).sum())
+        return _Sum(words % (1 << 64), self.rest + bytes(data[end:].tolist()))
 
 
 class VerifiedCheckpoint:
@@ -37,7 +62,7 @@ class VerifiedCheckpoint:
 
     def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None) -> None:
         self._checkpoint = checkpoint
-        self._digests: dict[str, tuple[int, bytes]] = {}
+        self._sums: dict[str, _Sum] = {}
         if expected is not None:
             _require_kinds(checkpoint.kinds, expected)
 
@@ -52,9 +77,10 @@ class VerifiedCheckpoint:
     def signature(self) -> Signature:
         """Of what was read up to now: the same parts of equal files have equal digests."""
         kinds = self.kinds
-        lines = "\n".join(f"{key} {self._digests[key]}" for key in sorted(self._digests))
-        shapes = "\n".join(f"{name} {kinds[name].shape} {kinds[name].dtype}" for name in sorted(kinds))
-        return Signature(kinds, hashlib.sha256(f"{shapes}\n{lines}".encode()).hexdigest())
+        lines = (
+            f"{name} {kind.shape} {kind.dtype} {self._sums.get(name, _Sum())}" for name, kind in sorted(kinds.items())
+        )
+        return Signature(kinds, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
         # What is stored in blocks is looked at as it is stored: that is a fraction of its values' bytes.
@@ -65,7 +91,7 @@ class VerifiedCheckpoint:
         # A sum is finite only if all its terms are; one that overflows is looked at again, value by value.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
             raise _not_finite(name)
-        self._digests[f"{name} {part}"] = _sum_of_bits(tensor)
+        self._add(name, tensor)
         return tensor
 
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
@@ -73,8 +99,11 @@ class VerifiedCheckpoint:
         if stored is not None:
             if not stored.is_finite():
                 raise _not_finite(name)
-            self._digests[f"{name} {part}"] = _sum_of_bits(stored.blocks_NB)
+            self._add(name, stored.blocks_NB)
         return stored
+
+    def _add(self, name: str, tensor: torch.Tensor) -> None:
+        self._sums[name] = self._sums.get(name, _Sum()).plus(tensor)
 
 
 def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:
@@ -103,12 +132,3 @@ def _require_kinds(kinds: Kinds, expected: Kinds) -> None:
 
 def _not_finite(name: str) -> UnusableWeightsError:
     return UnusableWeightsError(f"tensor {name!r} has values that are not finite: the weights are damaged")
-
-
-def _sum_of_bits(tensor: torch.Tensor) -> tuple[int, bytes]:
-    """The sum of its 8-byte words, as fast as memory is, and the bytes after them."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    words = len(data) // 8 * 8
-    # Words need an address that is a multiple of 8: a view into a file may begin anywhere.
-    aligned = data[:words] if data.data_ptr() % 8 == 0 else data[:words].clone()
-    return int(aligned.view(torch.int64).sum()), bytes(data[words:].tolist())

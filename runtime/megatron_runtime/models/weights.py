@@ -184,7 +184,8 @@ class _Loader:
         """Some rows at a time: what is read is decoded on the way, and never there as a whole beside its copy."""
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
-        count = max(1, _PIECE // target.shape[1])
+        # Of eight rows, so that a digest of the pieces is one of the whole.
+        count = max(8, _PIECE // target.shape[1] // 8 * 8)
         for start in range(0, len(target), count):
             stop = min(start + count, len(target))
             target[start:stop].copy_(

@@ -11,6 +11,7 @@ import torch
 from megatron_runtime.layers import quantized
 from megatron_runtime.layers.embedding import Embedding
 from megatron_runtime.layers.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
+from megatron_runtime.loading.checkpoint import Part
 from megatron_runtime.loading.gguf import GGUFCheckpoint
 from megatron_runtime.loading.verified import UnusableWeightsError, VerifiedCheckpoint
 
@@ -120,16 +121,20 @@ def test_a_scale_that_is_not_finite_is_found(kind: int, write: Callable[[int, np
 
 
 def test_digests_of_blocks_tell_files_apart(write: Callable[[int, np.ndarray], Path]) -> None:
-    def digest(blocks: np.ndarray, *, as_blocks: bool) -> str:
+    def digest(blocks: np.ndarray, *, as_blocks: bool, parts: list[Part]) -> str:
         checkpoint = VerifiedCheckpoint(GGUFCheckpoint(write(quantized.Q4_1, blocks)))
-        if as_blocks:
-            checkpoint.blocks(NAME, wanted={quantized.Q4_1})
-        else:
-            checkpoint.read(NAME)
+        for part in parts:
+            if as_blocks:
+                checkpoint.blocks(NAME, part, wanted={quantized.Q4_1})
+            else:
+                checkpoint.read(NAME, part)
         return checkpoint.signature().digest
 
     blocks = blocks_of(quantized.Q4_1)
-    first = digest(blocks, as_blocks=False)
-    assert first == digest(blocks.copy(), as_blocks=True)
+    pieces: list[Part] = [(slice(0, 4),), (slice(4, 6),)]
+    first = digest(blocks, as_blocks=False, parts=[()])
+    assert first == digest(blocks.copy(), as_blocks=True, parts=[()])
+    assert first == digest(blocks.copy(), as_blocks=False, parts=pieces)
+    assert first != digest(blocks.copy(), as_blocks=False, parts=pieces[:1])
     blocks[3, 70] ^= 1
-    assert first != digest(blocks, as_blocks=False)
+    assert first != digest(blocks, as_blocks=False, parts=[()])
