@@ -1,0 +1,114 @@
+"""One client asks without a pause while everything that can happen to a resource happens; every token is compared."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import yaml
+from load_client import HEADING, Disturbance, LoadClient
+from soak import SOAK
+
+from localcluster.kubectl import Kubectl
+
+from .conftest import SAMPLE, deploy
+
+WORKERS, TOKENS = 3, 16
+INSTANCE = "app.kubernetes.io/instance=demo"
+
+
+def settled(kube: Kubectl, *, seconds: float = 180) -> None:
+    for component in ("coordinator", "server"):
+        kube("rollout", "status", f"deployment/demo-{component}", f"--timeout={seconds:g}s", timeout=seconds + 15)
+    kube.wait("mi/demo", "jsonpath={.status.ready}=2/2", seconds=seconds)
+    kube.wait("mi/demo", "condition=EnginesReady", seconds=seconds)
+    kube.wait("mi/demo", "condition=CoordinatorReady", seconds=seconds)
+
+
+def pods(kube: Kubectl, component: str) -> list[dict[str, Any]]:
+    found = kube.json("pods", "-l", f"{INSTANCE},app.kubernetes.io/component={component}")["items"]
+    return sorted(found, key=lambda pod: pod["metadata"]["name"])
+
+
+def is_ready(pod: dict[str, Any]) -> bool:
+    conditions = {entry["type"]: entry["status"] for entry in pod["status"].get("conditions", ())}
+    return "deletionTimestamp" not in pod["metadata"] and conditions.get("Ready") == "True"
+
+
+def lose(kube: Kubectl, component: str, how: Callable[[Kubectl, str], None]) -> None:
+    """The first pod of a component goes; done when it is gone and as many as before are ready."""
+    before = pods(kube, component)
+    lost = before[0]["metadata"]
+    how(kube, lost["name"])
+    deadline = time.monotonic() + 180
+    while True:
+        now = pods(kube, component)
+        others = lost["uid"] not in {pod["metadata"]["uid"] for pod in now}
+        if others and len(now) == len(before) and all(map(is_ready, now)):
+            break
+        assert time.monotonic() < deadline, f"{lost['name']} is not replaced: {[pod['status'] for pod in now]}"
+        time.sleep(0.5)
+    settled(kube)
+
+
+def evict(kube: Kubectl, pod: str) -> None:
+    """As a node drain does."""
+    body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": {"name": pod, "namespace": kube.namespace}}
+    path = f"/api/v1/namespaces/{kube.namespace}/pods/{pod}/eviction"
+    kube("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
+def kill(kube: Kubectl, pod: str) -> None:
+    kube("delete", "pod", pod, "--grace-period=0", "--force")
+
+
+def roll_out(kube: Kubectl) -> None:
+    kube.patch_spec("demo", engine={"batching": {"maxRequests": 12}})
+    generation = kube.json("mi", "demo")["metadata"]["generation"]
+    kube.wait("mi/demo", f"jsonpath={{.status.observedGeneration}}={generation}", seconds=60)
+    kube.wait("mi/demo", "jsonpath={.status.updatedReplicas}=2", seconds=240)
+    settled(kube)
+
+
+def to_and_fro(kube: Kubectl, state: str) -> None:
+    kube.patch_spec("demo", desiredState=state)
+    kube.wait_state("demo", state, seconds=60)
+    kube.patch_spec("demo", desiredState="Running")
+    kube.wait_state("demo", "Running", seconds=120)
+    settled(kube)
+
+
+# A server that is killed breaks the connections of its own clients, which nothing hides.
+LOSSES = (("engine", evict), ("coordinator", evict), ("server", evict), ("engine", kill), ("coordinator", kill))
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(not SOAK, reason="takes ten minutes on two cores; MEGATRON_SOAK=1 runs it")
+def test_no_request_fails_whatever_is_done_to_the_resource(kube: Kubectl) -> None:
+    server = yaml.safe_load(SAMPLE.read_text())["spec"]["server"]
+    deployed = deploy(kube, replicas=2, server={**server, "replicas": 2})
+    settled(kube)
+    series: list[Disturbance] = []
+    print(f"\n{HEADING}")
+
+    @contextmanager
+    def disturbed(what: str) -> Iterator[None]:
+        with load.during(what) as done:
+            yield
+        series.append(done)
+        print(done.row(), flush=True)
+
+    with LoadClient(deployed.chat.url, deployed.chat.model, workers=WORKERS, tokens=TOKENS) as load:
+        with disturbed("rollout of a changed engine template"):
+            roll_out(kube)
+        for component, how in LOSSES:
+            with disturbed(f"{how.__name__} a pod of the {component}"):
+                lose(kube, component, how)
+        for state in ("Paused", "Suspended"):
+            with disturbed(f"{state} and Running again"):
+                to_and_fro(kube, state)
+    faults = {disturbance.what: disturbance.faults for disturbance in series if disturbance.faults}
+    assert faults == {}
+    assert all(disturbance.answers for disturbance in series)
