@@ -8,6 +8,7 @@ import os
 import random
 from typing import Any
 
+import pytest
 import zmq
 from lossy_link import CoordinatorPort, LossyLink
 from small_cluster import MINIMAL, Cluster
@@ -18,16 +19,17 @@ from megatron_operator.plan.world import OperationReport
 
 GOALS = ("Running", "Paused", "Suspended", "Running", "Stopped")
 SEEDS = range(1000 if os.environ.get("MEGATRON_SOAK") else 50)
-AT_ONCE = 10
+AT_ONCE = 5
+"""More of them make each other late, and what is late is asked again."""
 FAULT_RATE = 0.3
 TIMINGS = LinkTimings(
     hello_retry=0.02,
     hello_retry_max=0.04,
     status_interval=0.05,
     status_interval_busy=0.03,
-    answer_timeout=0.1,
-    refresh_timeout=0.08,
-    first_contact=0.1,
+    answer_timeout=0.2,
+    refresh_timeout=0.15,
+    first_contact=0.2,
     ack_margin=0.1,
 )
 
@@ -73,7 +75,7 @@ async def live(seed: int) -> int:
     try:
         for goal in GOALS:
             cluster.patch(desiredState=goal)
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(600):
                 while not _reached(cluster, goal):
                     assert not running.done(), running.exception()
                     watch.show()
@@ -93,6 +95,7 @@ def _reached(cluster: Cluster, goal: str) -> bool:
     return status.get("state") == goal and status.get("observedGeneration") == cluster.generation
 
 
+@pytest.mark.timeout(1200)  # a crowded machine takes many times as long
 async def test_every_verb_is_reached_and_none_is_confirmed_that_was_not() -> None:
     gate = asyncio.Semaphore(AT_ONCE)
 
