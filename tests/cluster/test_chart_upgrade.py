@@ -1,0 +1,84 @@
+"""The chart as it was before its last change, upgraded to what it is now, taken away and installed again."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import tarfile
+from collections.abc import Callable
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+from soak import SOAK
+
+from localcluster import LocalCluster
+
+pytestmark = pytest.mark.cluster
+
+REPOSITORY = Path(__file__).parents[2]
+CHART = "charts/megatron-inference"
+
+
+@pytest.fixture(scope="session")
+def earlier_chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """From the repository's history."""
+
+    def git(*arguments: str) -> bytes:
+        return subprocess.run(["git", "-C", str(REPOSITORY), *arguments], check=True, capture_output=True).stdout
+
+    try:
+        commits = git("log", "-n2", "--format=%H", "--", CHART).decode().split()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no history to take an earlier chart from: {error}")
+    if len(commits) < 2:
+        pytest.skip("the history does not reach back to an earlier chart")
+    folder = tmp_path_factory.mktemp("earlier")
+    with tarfile.open(fileobj=BytesIO(git("archive", commits[1], CHART))) as archive:
+        archive.extractall(folder, filter="data")
+    return folder / CHART
+
+
+@pytest.fixture
+def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
+    program = control_plane.program("helm")
+
+    def call(*arguments: str) -> None:
+        command = [program, "--kubeconfig", control_plane.kubeconfig, "--namespace", namespace, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    return call
+
+
+@pytest.mark.skipif(not SOAK, reason="MEGATRON_SOAK=1 runs it")
+async def test_upgrade_and_uninstall_leave_what_serves_alone(
+    resource: Any, operator: Any, node: Any, helm: Callable[..., None], earlier_chart: Path, kubectl: Any
+) -> None:
+    # The operator's pods never start on a control plane; the one of the test does its work throughout. The CRD is
+    # there from the tests before. The release is not called as the test's operator is, whose account would go with it.
+    release = ("trial", "--take-ownership", "--set", "operator.image.tag=test")
+    await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], str(earlier_chart), *release[1:])
+    await resource.create(replicas=2)
+    await resource.settled("Running")
+    before = await serving(resource, node)
+
+    await asyncio.to_thread(helm, "upgrade", *release[:1], str(REPOSITORY / CHART), *release[1:])
+    await resource.patch(desiredState="Paused")
+    await resource.settled("Paused")
+    assert kubectl("get", "deployment", "-l", "app.kubernetes.io/instance=trial").stdout
+
+    await asyncio.to_thread(helm, "uninstall", "trial")
+    assert (await resource.get()) is not None, "the CRD and what was made of it stay"
+    await resource.patch(desiredState="Running")
+    await resource.settled("Running")
+    assert await serving(resource, node) == before
+    await asyncio.to_thread(helm, "upgrade", "--install", *release[:1], str(REPOSITORY / CHART), *release[1:])
+    await asyncio.to_thread(helm, "uninstall", "trial")
+
+
+async def serving(resource: Any, node: Any) -> tuple[str, set[str]]:
+    """The revision, and the pods of engines and coordinator."""
+    pods = {uid for uid, container in node.containers.items() if container.process is not None}
+    return (await resource.status())["revision"], pods
