@@ -137,20 +137,21 @@ class _Sums:
         kv_heads, tokens, _, size = self._q_KTGD.shape
         kv_JKBSD = F.pad(kv_BSE, (0, 0, 0, missing)).unflatten(2, (2, kv_heads, size)).permute(2, 3, 0, 1, 4)
         k_KTSD, v_KTSD = kv_JKBSD.contiguous().expand(-1, -1, tokens, -1, -1)
-        for head in range(kv_heads):
-            scores_TGS = torch.bmm(self._q_KTGD[head], k_KTSD[head].transpose(1, 2)) + mask_TS[:, None]
-            before_TGD = self._largest_KTGD[head]
-            largest_TGD = torch.maximum(before_TGD, scores_TGS.amax(-1, keepdim=True))
-            weights_TGS = _exp(scores_TGS - largest_TGD[..., :1])
-            kept_TGD = _exp(before_TGD - largest_TGD)
-            self._weight_KTGD[head].mul_(kept_TGD).add_(weights_TGS.sum(-1, keepdim=True))
-            self._values_KTGD[head].mul_(kept_TGD).add_(torch.bmm(weights_TGS, v_KTSD[head]))
-            self._largest_KTGD[head] = largest_TGD
+        heads = range(kv_heads)
+        scores_KTGS = torch.stack([torch.bmm(self._q_KTGD[head], k_KTSD[head].transpose(1, 2)) for head in heads])
+        scores_KTGS += mask_TS[:, None]
+        largest_KTGD = torch.maximum(self._largest_KTGD, scores_KTGS.amax(-1, keepdim=True))
+        weights_KTGS = _exp(scores_KTGS - largest_KTGD[..., :1])
+        kept_KTGD = _exp(self._largest_KTGD - largest_KTGD)
+        self._weight_KTGD.mul_(kept_KTGD).add_(weights_KTGS.sum(-1, keepdim=True))
+        self._values_KTGD.mul_(kept_KTGD)
+        self._values_KTGD += torch.stack([torch.bmm(weights_KTGS[head], v_KTSD[head]) for head in heads])
+        self._largest_KTGD = largest_KTGD
 
     def result(self) -> torch.Tensor:
         """[T, H * D]."""
         return (self._values_KTGD / self._weight_KTGD).transpose(0, 1).flatten(1)
 
 
-def _exp(x_TGN: torch.Tensor) -> torch.Tensor:
-    return by_rows(torch.exp, x_TGN.flatten(0, 1)).view_as(x_TGN)
+def _exp(x_KTGN: torch.Tensor) -> torch.Tensor:
+    return by_rows(torch.exp, x_KTGN.flatten(0, 2)).reshape(x_KTGN.shape)
