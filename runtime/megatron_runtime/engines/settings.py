@@ -19,7 +19,7 @@ class EngineSettings:
     model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
     executor:          "torch" runs the model; "echo" answers from a hash of the tokens, for tests of everything else.
     device:            "auto" takes a GPU where there is one, "cpu", "cuda".
-    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", too.
+    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", on a processor "int8" and "int4", too.
     max_sequence_length: prompt + generated tokens of one request; None means what the model was made for.
     max_requests:      requests generated at once.
     max_tokens:        most tokens of one step.
