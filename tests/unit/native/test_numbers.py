@@ -27,7 +27,7 @@ def test_small_weights_come_with_a_small_cache_and_exact_sums() -> None:
 def test_compiled_steps_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MEGATRON_NATIVE", "0")
     assert not select_numbers("float32").is_native
-    with pytest.raises(ValueError, match="dtype='int4' is not supported.*use auto, float32, bfloat16"):
+    with pytest.raises(ValueError, match=r"dtype='int4' is not supported.*use auto, float32, bfloat16"):
         select_numbers("int4")
 
 
