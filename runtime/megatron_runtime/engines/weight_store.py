@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,6 +106,20 @@ class WeightStore:
         require_same_model(found.config, wanted=self.config)
         checkpoint = VerifiedCheckpoint(found, expected=like.kinds if like is not None else None)
         self._device.require_memory(self.num_bytes, what=what)
-        with with_progress(checkpoint, what=what) as shown:
+        with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=self._device.linears(self._dtype))
         return weights, checkpoint.signature()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Loading is thousands of short operations: threads that meet after each cost more than they give.
+
+    Measured with 135M quantised weights on two busy processors: 2.9 s of processor time on two threads, 0.4 on one.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
