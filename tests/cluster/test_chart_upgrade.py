@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from soak import SOAK
 
 from localcluster import LocalCluster
 
@@ -52,7 +51,6 @@ def helm(control_plane: LocalCluster, namespace: str) -> Callable[..., None]:
     return call
 
 
-@pytest.mark.skipif(not SOAK, reason="MEGATRON_SOAK=1 runs it")
 async def test_upgrade_and_uninstall_leave_what_serves_alone(
     resource: Any, operator: Any, node: Any, helm: Callable[..., None], earlier_chart: Path, kubectl: Any
 ) -> None:
