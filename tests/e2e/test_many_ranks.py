@@ -1,0 +1,155 @@
+"""One engine over several pods: it answers through the Service as one rank does, every rank confirms every verb, and
+(in `make soak`) when a rank is killed under load all ranks start anew and no request is lost."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from soak import SOAK
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from localcluster.kubectl import Kubectl
+from localcluster.walkthrough import QUESTION, STORY, Chat
+from megatron_runtime.loading.convert import convert
+
+from .conftest import Deployed, deploy
+
+TOKENS = 60
+long = pytest.mark.skipif(not SOAK, reason="one spread in pods is enough; `make soak` runs the others")
+
+
+RESOURCES = {"requests": {"cpu": "50m", "memory": "256Mi"}}
+ENGINE: dict[str, Any] = {
+    "ranksPerPod": 1,
+    "startupSeconds": 300,
+    "batching": {"kvCacheMemory": "64Mi", "maxRequests": 16},
+    "podTemplate": {"spec": {"containers": [{"name": "engine", "resources": RESOURCES}]}},
+}
+
+
+def walk_through_verbs(kube: Kubectl, ranks: int) -> None:
+    for state in ("Paused", "Suspended", "Running"):
+        kube.patch_spec("demo", desiredState=state)
+        status = kube.wait_state("demo", state, seconds=120)
+        lifecycle = status["lifecycle"]
+        assert (lifecycle["confirmedRanks"], lifecycle["totalRanks"]) == (ranks, ranks), lifecycle
+
+
+def kill_a_rank_under_load(deployed: Deployed, pod: str) -> None:
+    """Every rank of the engine starts anew; every stream ends as if nothing had happened."""
+    kube, chat = deployed.kube, deployed.chat
+    story = chat.ask(STORY, max_tokens=TOKENS)
+    before = lives(kube)
+    opened = [chat.stream(STORY, max_tokens=TOKENS) for _ in range(4)]
+    for stream in opened:
+        assert stream.begun.wait(60)
+    kube("delete", "pod", pod, "--grace-period=0", "--force")
+    assert [stream.wait(240) for stream in opened] == [story] * 4
+    kube.wait("mi/demo", "condition=Ready", seconds=180)
+    assert not before & lives(kube), "a rank of the engine that lost one has not started anew"
+
+
+def lives(kube: Kubectl) -> set[tuple[str, int]]:
+    """Pods of engines and how often their containers have been started again."""
+    found = kube.json("pods", "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=engine")
+    return {(pod["metadata"]["uid"], pod["status"]["containerStatuses"][0]["restartCount"]) for pod in found["items"]}
+
+
+@long
+def test_tensor_ranks_in_three_pods(kube: Kubectl) -> None:
+    deployed = deploy(kube, parallelism={"tensor": 3}, engine=ENGINE)
+    assert "Paris" in deployed.chat.ask(QUESTION)
+    assert kube.json("mi", "demo")["status"]["engines"][0]["ranks"] == 3
+    walk_through_verbs(kube, 3)
+    kill_a_rank_under_load(deployed, "demo-engine-0-1")
+
+
+@pytest.fixture
+def claim(kube: Kubectl) -> Iterator[Callable[[Path], str]]:
+    """claim(directory): the name of a claim that holds a directory of this machine, which is the node."""
+    volumes: list[str] = []
+
+    def make(directory: Path) -> str:
+        name = f"{kube.namespace}-model"
+        common = {"accessModes": ["ReadOnlyMany"], "storageClassName": ""}
+        kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolume",
+                "metadata": {"name": name},
+                "spec": {**common, "capacity": {"storage": "1Gi"}, "hostPath": {"path": str(directory)}},
+            }
+        )
+        volumes.append(name)
+        kube.apply(
+            {
+                "apiVersion": "v1",
+                "kind": "PersistentVolumeClaim",
+                "metadata": {"name": "model"},
+                "spec": {**common, "volumeName": name, "resources": {"requests": {"storage": "1Gi"}}},
+            }
+        )
+        return "model"
+
+    yield make
+    for name in volumes:
+        kube("delete", "persistentvolume", name, "--wait=false")
+
+
+@pytest.fixture
+def small_model() -> Iterator[Path]:
+    """A small random model with four heads that speaks the built-in one's tokens; pods may read it."""
+    directory = Path(tempfile.mkdtemp(prefix="megatron-model-"))
+    builtin = directory / "builtin"
+    convert("builtin:smollm2-135m", builtin, to="safetensors")
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=2048,
+        bos_token_id=1,
+        eos_token_id=2,
+        initializer_range=0.2,
+    )
+    model = directory / "model"
+    LlamaForCausalLM(config).save_pretrained(model)
+    for file in builtin.iterdir():  # the tokenizer and its chat template
+        if file.suffix != ".safetensors" and not (model / file.name).exists():
+            shutil.copy(file, model)
+    shutil.rmtree(builtin)
+    for path in (directory, *directory.rglob("*")):
+        path.chmod(0o755 if path.is_dir() else 0o644)
+    yield model
+    shutil.rmtree(directory)
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [pytest.param(2, 1, marks=long), (2, 2)])
+def test_ranks_in_pods_answer_as_one(
+    kube: Kubectl, small_model: Path, claim: Callable[[Path], str], tensor: int, pipeline: int
+) -> None:
+    model = {
+        "source": {"persistentVolumeClaim": {"claimName": claim(small_model), "path": "/"}},
+        "dtype": "Float32",
+        "maxSequenceLength": 1024,
+    }
+    ranks = tensor * pipeline
+    spread = deploy(kube, model=model, parallelism={"tensor": tensor, "pipeline": pipeline}, engine=ENGINE)
+    assert kube.json("mi", "demo")["status"]["engines"][0]["ranks"] == ranks
+    alone = deploy(kube, name="alone", model=model)
+    assert answer(spread.chat) == answer(alone.chat)
+    kube("delete", "mi", "alone")
+    walk_through_verbs(kube, ranks)
+
+
+def answer(chat: Chat) -> str:
+    return chat.ask(STORY, max_tokens=TOKENS)
