@@ -2,8 +2,8 @@
 
 Each pod listens on the rendezvous port and on a port of the system's choice, as ranks do later, and exchanges a block
 of data with every other pod on both. Who can be reached but does not take part (its image is still being pulled, or it
-runs its ranks already) passes: the network lets the two talk. What fails is silence: a packet that is dropped, a host
-that is frozen, a name service that does not answer. All ends by one deadline.
+runs its ranks already) passes: the network lets the two talk. What fails is silence: packets that are dropped, a host
+that is gone, a name service that does not answer. All ends by one deadline.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
 """More than one packet and one socket buffer of small size, so that a wrong MTU shows."""
 RETRY_SECONDS = 0.25
+GREETING_SECONDS = 2.0
+"""Who has taken a call and says nothing for so long speaks something else: the store of ranks that run waits, too."""
 NAMED = 4
 """Pairs that a message names at most."""
 SILENT_SHARE = 0.3
@@ -181,7 +183,10 @@ async def _exchange(plan: PreflightPlan, number: int) -> None:
     reader, writer = await asyncio.open_connection(host, plan.port)
     try:
         writer.write(MAGIC)
-        greeting = await reader.readexactly(len(MAGIC) + 8)
+        try:
+            greeting = await asyncio.wait_for(reader.readexactly(len(MAGIC) + 8), GREETING_SECONDS)
+        except TimeoutError as error:
+            raise ConnectionResetError(f"{host} takes calls on port {plan.port} and does not answer") from error
         if not greeting.startswith(MAGIC):
             raise ConnectionResetError(f"{host} speaks something else on port {plan.port}")
         await _send(reader, writer, block, host)

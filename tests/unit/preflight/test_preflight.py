@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import sys
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import TCPStore
 
 from megatron_runtime.preflight import Outcome, PreflightError, PreflightPlan, preflight
 
@@ -31,12 +33,17 @@ def plan(node: int, port: int, *, nodes: int = NODES, seconds: float = 5.0) -> P
 
 @pytest.fixture
 def silent_host() -> Iterator[tuple[str, int]]:
-    """It takes connections and says nothing, as a frozen process does."""
+    """Its queue of calls is full, so what is sent to it is dropped, as by a firewall."""
     host = names()[3]
-    with socket.socket() as listener:
+    with socket.socket() as listener, contextlib.ExitStack() as calls:
         listener.bind((host, 0))
-        listener.listen(64)
-        yield host, listener.getsockname()[1]
+        listener.listen(0)
+        address: tuple[str, int] = listener.getsockname()
+        for _ in range(4):
+            call = calls.enter_context(socket.socket())
+            call.setblocking(False)
+            call.connect_ex(address)
+        yield address
 
 
 async def test_all_pairs_of_eight_exchange_data() -> None:
@@ -80,6 +87,28 @@ async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
     async with server:
         found = await preflight(plan(0, port, nodes=3, seconds=1.0))
     assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
+
+
+async def test_the_store_of_running_ranks_is_no_obstacle() -> None:
+    """A pod comes back alone while the others' ranks wait for it: rank 0's store takes calls, and waits for more."""
+    port = free_port()
+    # It listens on every address: its calls come through another port, as from another pod.
+    store = TCPStore("127.0.0.1", free_port("0.0.0.0"), is_master=True, wait_for_workers=False)
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        there, back = await asyncio.open_connection("127.0.0.1", store.port)
+        with contextlib.suppress(ConnectionError):
+            await asyncio.gather(copy(reader, back), copy(there, writer))
+
+    server = await asyncio.start_server(relay, names(2)[1], port)
+    async with server:
+        found = await preflight(plan(0, port, nodes=2, seconds=8.0))
+    assert found == {names(2)[1]: Outcome.REACHABLE}
 
 
 async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
