@@ -467,7 +467,13 @@ async def test_an_engine_that_missed_its_commit_is_told_again(stage, verbs) -> N
     engine = await stage.engine()
     link = await stage.admin()
     commit, missed = engine._commit, []
+
+    def is_in_step() -> bool:
+        return (engine.state.value, engine.epoch) == (coordinator.verbs.state, coordinator.verbs.epoch)
+
     for number, kind in enumerate(verbs):
+        # The answer to a verb may be here before its commit is at the engine.
+        await engine.until(is_in_step)
         engine._commit = missed.append if kind is verbs[-1] else commit
         options = (
             {"epoch": 7, "source": "/models/7"} if kind in (Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS) else {}
@@ -480,7 +486,5 @@ async def test_an_engine_that_missed_its_commit_is_told_again(stage, verbs) -> N
     if verbs[-1] is Header.STOP:
         await engine.until(lambda: engine.state is EngineState.STOPPED)
     else:
-        await engine.until(
-            lambda: (engine.state.value, engine.epoch) == (coordinator.verbs.state, coordinator.verbs.epoch)
-        )
+        await engine.until(is_in_step)
         assert len(engine.acks) == 2
