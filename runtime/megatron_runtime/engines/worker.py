@@ -18,7 +18,7 @@ from megatron_runtime.contexts.dynamic_context import RequestOverflowError
 from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.engine_thread import EngineThread, Outputs
+from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
@@ -317,6 +317,9 @@ class EngineWorker:
             self._outputs.refuse(dispatch, ErrorCode.QUEUE_FULL, error)
         elif isinstance(error, ValueError):
             self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
+        elif isinstance(error, EngineStopped):
+            # Not this request's fault: as the engine leaves, the coordinator gives what is unanswered to another.
+            logger.info("request %d came when the engine had stopped", dispatch.dispatch_id)
         elif error is not None:
             logger.error("a request could not be added: %r", error)
             self._outputs.refuse(dispatch, ErrorCode.ENGINE_FAILED, error)

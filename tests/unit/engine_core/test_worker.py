@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from eventually import eventually
 
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
@@ -101,6 +102,30 @@ async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) 
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 16
     await served.client.set_generation_epoch(5)
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 0
+
+
+async def test_a_request_that_reaches_an_engine_as_it_stops_is_answered_by_another(
+    served: Served, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its thread has ended and the coordinator does not know yet: the request is nobody's fault, and not failed."""
+    caplog.set_level("INFO")
+    await served.worker._thread.stop()
+    answer = asyncio.ensure_future(served.generate([5], 6))
+
+    async def has_come() -> bool:
+        return "came when the engine had stopped" in caplog.text or answer.done()
+
+    await eventually(has_come, seconds=20, what="the request at the engine", look_seconds=0.01)
+    other = EngineWorker(
+        EngineSettings(coordinator=served.address, name="engine-1", block_size_tokens=8),
+        LoadedEngine(DynamicInferenceEngine(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),
+    )
+    task = asyncio.ensure_future(other.run())
+    await asyncio.wait_for(other.joined.wait(), 20)
+    served.worker.ended.set()
+    assert (await answer)["generated_tokens"] == echo_answer([5], 6)
+    other.ended.set()
+    await task
 
 
 async def test_weights_are_updated_in_every_engine_and_labelled(served: Served) -> None:
