@@ -103,7 +103,7 @@ class PlayedNode:
         for uid in [uid for uid in self.containers if uid not in pods]:
             _end(self.containers.pop(uid), signal.SIGTERM)
         for uid, pod in pods.items():
-            if uid not in self.containers and (self.start_engines or _label(pod, LABEL_COMPONENT) != ENGINE):
+            if uid not in self.containers and self._may_start(pod):
                 self.containers[uid] = await self._start(pod)
         for instance in {container.instance for container in self.containers.values()}:
             # As mounted Secrets do, keys follow what is stored.
@@ -113,6 +113,13 @@ class PlayedNode:
             if ready != container.ready:
                 await self._report(container, ready=ready)
                 container.ready = ready
+
+    def _may_start(self, pod: Mapping[str, Any]) -> bool:
+        component = _label(pod, LABEL_COMPONENT)
+        if component == COORDINATOR:
+            # Its ports are one: the one before has to be gone.
+            return all(container.component != COORDINATOR for container in self.containers.values())
+        return self.start_engines or component != ENGINE
 
     async def _start(self, pod: Mapping[str, Any]) -> Container:
         component, name, instance = _label(pod, LABEL_COMPONENT), pod["metadata"]["name"], _label(pod, LABEL_INSTANCE)

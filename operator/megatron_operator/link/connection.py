@@ -66,6 +66,9 @@ class LinkTimings:
     """Since it was given an address, how long a pass waits for a connection that should come."""
     other_key: float = 1.0
     """A connection that has not come up for so long is tried with the coordinator's other key, where there is one."""
+    refused_key: float = 5.0
+    """A connection with keys that has not come up for so long is opened anew: ZeroMQ gives up for good on one whose key
+    was refused, and the coordinator may have learnt of the key since."""
     ack_margin: float = 5.0
     """Added to a signal's own deadline before it counts as unanswered."""
 
@@ -273,7 +276,7 @@ class CoordinatorLink:
                 retry = self._timings.hello_retry
                 await self._poll_once()
                 continue
-            self._try_other_key()
+            self._try_keys_again()
             self._say_hello()
             try:
                 async with asyncio.timeout(retry):
@@ -281,10 +284,12 @@ class CoordinatorLink:
             except TimeoutError:
                 retry = min(2 * retry, self._timings.hello_retry_max)
 
-    def _try_other_key(self) -> None:
+    def _try_keys_again(self) -> None:
         """While the coordinator's key is rotated it may be either; a connection with the wrong one never comes up."""
-        several = self._keys is not None and self._keys.other_server_publics
-        if several and self._socket is not None and self._clock() - self._opened_at > self._timings.other_key:
+        if self._keys is None or self._socket is None:
+            return
+        patience = self._timings.other_key if self._keys.other_server_publics else self._timings.refused_key
+        if self._clock() - self._opened_at > patience:
             self._close_socket(f"no answer from {self._address}")
             self._open_socket()
 
