@@ -48,6 +48,7 @@ class FollowerChannel:
         self.done = 0
         self._number = 0
         self._sending = threading.Lock()
+        self._is_leaving = False
         self._welcomed = threading.Event()
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="rank 0", daemon=True)
@@ -69,8 +70,9 @@ class FollowerChannel:
         self._send(Kind.FAILED, 0, [is_consequence, cause])
 
     def leave(self) -> None:
-        """This rank was told to end: rank 0 drains the engine first."""
-        self._send(Kind.LEAVE, 0, None)
+        """This rank was told to end: rank 0 drains the engine first. Safe in a signal handler, which may have
+        interrupted a message that is being sent: the channel's thread says it, with its next beat."""
+        self._is_leaving = True
 
     def close(self) -> None:
         self._ended = True
@@ -90,6 +92,7 @@ class FollowerChannel:
         poller.register(self._pull, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         heard = beat_at = time.monotonic()
+        has_said_leave = False
         while not self._ended:
             for socket, _ in poller.poll(max(0, int((beat_at - time.monotonic()) * 1000))):
                 if socket is self._pull:
@@ -104,6 +107,9 @@ class FollowerChannel:
                     heard = now  # this process itself stood still
                 beat_at = now + BEAT_SECONDS
                 self._send(Kind.BEAT, 0, [self.done, *self._exchanges()])
+                if self._is_leaving and not has_said_leave:
+                    has_said_leave = True
+                    self._send(Kind.LEAVE, 0, None)
                 if now - heard > LONGEST_LOAD_SECONDS:
                     self._lose(0, f"it has said nothing for {LONGEST_LOAD_SECONDS:g} s")
 
