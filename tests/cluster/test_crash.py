@@ -36,7 +36,8 @@ async def test_killed_between_signal_and_confirmation_the_verb_completes_once(
     assert [(done.operation_id, done.signal, done.phase, done.ranks) for done in reply.operations] == [
         (sent["operation_id"], Header.PAUSE, "Confirmed", 2)
     ]
-    assert reply.fence == sent["fence"]
+    # A signal that was handed to the socket may not have left it when the operator died: then its successor sent it.
+    assert reply.fence in (sent["fence"], sent["fence"] + 1)
 
 
 async def test_second_operator_stands_by_then_takes_over_with_a_higher_fence(
