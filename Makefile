@@ -17,7 +17,7 @@ WORKERS ?= $(shell n=$$(nproc); echo $$((n < 4 ? n : 4)))
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench-gpu soak lint generate cluster-up cluster-down
+.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -72,12 +72,17 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
 		tests/unit/engine/test_batch_invariant.py --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
+	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
 
 test-cluster: setup
 	@$(PYTEST) tests/cluster
 
 test-e2e: setup
 	@$(PYTEST) tests/e2e
+
+bench: setup ## the coordinator and an engine on this machine; figures in build/
+	@.venv/bin/megatron bench coordinator --json build/bench-coordinator.json
+	.venv/bin/megatron bench engine --json build/bench-engine.json
 
 test-gpu: ## numerics on a CUDA device, with the Python that is there
 	@PYTHONPATH=runtime:kernels:. $(GPU_PY) -m pytest tests/gpu

@@ -34,7 +34,7 @@ def graph_sizes(max_rows: int) -> tuple[int, ...]:
 
 
 class DecodeGraphs:
-    """A graph a size, captured when the size is first needed or by capture_all(); all share their memory.
+    """A graph a size, captured when the size is first needed; all share their memory.
 
     run: computes the step of so many rows from buffers that stay where they are.
     """
@@ -49,11 +49,6 @@ class DecodeGraphs:
         """The rows that a step of `rows` is padded to; `rows` itself beyond the largest graph."""
         index = bisect_left(self._sizes, rows)
         return self._sizes[index] if index < len(self._sizes) else rows
-
-    def capture_all(self) -> None:
-        """The largest first, so that the others fit in its memory."""
-        for size in reversed(self._sizes):
-            self._graph(size)
 
     def replay(self, size: int) -> StepOutput:
         """Compute the step from what the buffers hold now. The output is overwritten by the next replay."""

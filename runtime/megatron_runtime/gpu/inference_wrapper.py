@@ -85,12 +85,6 @@ class DeviceInferenceWrapper:
             output = self._compute(staged, cache_LPXE)
         return self._forward_step(plan, staged, output)
 
-    @torch.inference_mode()
-    def capture(self, cache_LPXE: torch.Tensor) -> None:
-        """Capture the graphs of all sizes now, not when each is first needed. The cache holds nothing yet."""
-        if self._graph_rows:
-            self._graphs_of(cache_LPXE).capture_all()
-
     def _graphs_of(self, cache_LPXE: torch.Tensor) -> DecodeGraphs:
         if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
             self._graphs = DecodeGraphs(
