@@ -21,7 +21,7 @@ from megatron_runtime.loading.convert import convert
 from .conftest import Deployed, deploy
 
 TOKENS = 60
-long = pytest.mark.skipif(not SOAK, reason="one spread in pods for every day, the others not yet seen on a node: `make soak` runs them")
+long = pytest.mark.skipif(not SOAK, reason="`make soak` runs it; not yet seen on a node")
 
 
 RESOURCES = {"requests": {"cpu": "50m", "memory": "256Mi"}}

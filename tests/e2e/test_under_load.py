@@ -85,7 +85,7 @@ LOSSES = (("engine", evict), ("coordinator", evict), ("server", evict), ("engine
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not SOAK, reason="longer than ten minutes on two cores, and not yet seen to its end: `make soak` runs it")
+@pytest.mark.skipif(not SOAK, reason="`make soak` runs it; not yet seen to its end")
 def test_no_request_fails_whatever_is_done_to_the_resource(kube: Kubectl) -> None:
     server = yaml.safe_load(SAMPLE.read_text())["spec"]["server"]
     deployed = deploy(kube, replicas=2, server={**server, "replicas": 2})
