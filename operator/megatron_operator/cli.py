@@ -98,6 +98,13 @@ def main() -> None:
     help="How often the objects of each resource are listed afresh.",
 )
 @click.option(
+    "--watch-seconds",
+    type=click.FloatRange(min=1),
+    default=40.0,
+    show_default=True,
+    help="How long a watch lasts before it is asked for anew: one that fell silent is found in that time.",
+)
+@click.option(
     "--coordinator-address",
     help="Template of a coordinator's admin address with {name} and {namespace}. Default: its Service's cluster IP.",
 )

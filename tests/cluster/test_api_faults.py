@@ -6,6 +6,7 @@ One resource goes to and fro between Paused and Running, each time with another 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -14,15 +15,15 @@ import pytest
 from api_proxy import ApiProxy, Asked, Fault
 from coordinator_questions import ask_coordinator
 from eventually import eventually
-from soak import SOAK
+from soak import size
 
 from localcluster import LocalCluster, processes
 from megatron_runtime.wire.headers import Header
 
 pytestmark = pytest.mark.cluster
 
-RESYNC_SECONDS = 5
-"""How a silent watch is found out in the short run; the long one waits for kopf to give the watch up."""
+WATCH_SECONDS = size(4, soak=40)
+"""How long a watch lasts; the long run takes the operator's own default."""
 
 
 def work(asked: Asked) -> bool:
@@ -79,8 +80,7 @@ async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
     tmp_path: Path,
 ) -> None:
     kubeconfig = proxy.kubeconfig(tmp_path / "through-the-proxy")
-    resync = () if SOAK else ("--resync-seconds", str(RESYNC_SECONDS))
-    operator = make_operator(*resync, kubeconfig=kubeconfig)
+    operator = make_operator("--watch-seconds", str(WATCH_SECONDS), kubeconfig=kubeconfig)
     await operator.start()
     await resource.create()
     await resource.settled("Running")
@@ -95,7 +95,9 @@ async def test_faults_between_operator_and_api_server_lose_and_double_nothing(
     assert proxy.expire_watches() > 5
     await flips.flip("watches are too old")
     assert proxy.silence_watches() > 5
+    began = time.monotonic()
     await flips.flip("watches are silent", seconds=120)
+    print(f"\nsilent watches of {WATCH_SECONDS} s: the verb was confirmed after {time.monotonic() - began:.1f} s")
     assert operator.running
     async with operator.kept_running():
         # It ends when it cannot renew its Lease for too long.
@@ -131,6 +133,19 @@ async def test_operator_waits_for_an_api_server_that_is_away_at_its_start(
     proxy.heal()
     await operator.reaches("leading")
     await resource.settled("Running")
+
+
+async def test_watches_that_nobody_takes_are_seen_by_the_liveness_probe(
+    make_operator: Any, proxy: ApiProxy, tmp_path: Path
+) -> None:
+    """Everything else goes through, so nothing but the age of the watches tells."""
+    operator = make_operator("--watch-seconds", "1", kubeconfig=proxy.kubeconfig(tmp_path / "through-the-proxy"))
+    await operator.start()
+    cut = proxy.inject(Fault(lambda asked: asked.watch))
+    await operator.beats(lambda beat: beat["watch_silent_seconds"] > 1)
+    assert cut.hit
+    proxy.heal()
+    await operator.beats(lambda beat: beat["watch_silent_seconds"] == 0)
 
 
 async def test_refused_permission_is_said_and_got_over(

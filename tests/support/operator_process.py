@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +86,14 @@ class OperatorProcess:
             return await self._phase() == phase
 
         await eventually(reached, seconds=seconds, what=f"the operator is {phase}")
+
+    async def beats(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 45) -> None:
+        """Wait until what it says of itself on /healthz meets the condition."""
+
+        async def met() -> bool:
+            return condition(json.loads(await self._get("/healthz")))
+
+        await eventually(met, seconds=seconds, what="the heartbeat is as wanted")
 
     async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
         """The first log line with this message and these fields."""

@@ -9,9 +9,12 @@ import os
 from pathlib import Path
 from urllib.request import getproxies
 
+import aiohttp
 import kopf
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
+
+from megatron_operator.cluster.watch_ages import WatchAges
 
 
 class LoginError(RuntimeError):
@@ -48,8 +51,23 @@ async def load_configuration(*, kubeconfig: Path | None, context: str | None = N
     return configuration
 
 
-def kopf_connection(configuration: Configuration) -> kopf.ConnectionInfo:
-    """The same login for kopf. Called again by kopf when its credentials are refused, so tokens are read anew."""
+def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.AiohttpSession:
+    """The same login for kopf, which closes the session. Called again by kopf when its credentials are refused.
+
+    watches: is told when a watch is taken.
+    """
+    login = _kopf_login(configuration)
+    session = aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=login.as_ssl_context()),
+        headers=login.as_http_headers(),
+        trust_env=bool(getproxies()),
+        trace_configs=[watches.trace()],
+    )
+    return kopf.AiohttpSession(server=login.server, aiohttp_session=session)
+
+
+def _kopf_login(configuration: Configuration) -> kopf.ConnectionInfo:
+    """With a token that is read anew."""
     if configuration.refresh_api_key_hook is not None:
         configuration.refresh_api_key_hook(configuration)
     header = configuration.api_key.get("BearerToken", "")

@@ -16,12 +16,13 @@ import zmq
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.auth import LoginError, kopf_connection, load_configuration
+from megatron_operator.cluster.auth import LoginError, kopf_session, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
+from megatron_operator.cluster.watch_ages import WatchAges
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics
@@ -69,6 +70,7 @@ class OperatorProcess:
         self._supervisor: Supervisor | None = None
         self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
         self._index: Index | None = None
+        self._watches = WatchAges(watch_seconds=options.watch_seconds)
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
             if options.coordinator_address_template
@@ -182,9 +184,11 @@ class OperatorProcess:
 
     async def _watch(self, configuration: Configuration, supervisor: Supervisor, told: asyncio.Event) -> None:
         """kopf, until it is told to stop or a signal arrives."""
-        namespaces = self._options.namespaces
+        options = self._options
+        namespaces = options.namespaces
+        watches = self._watches = WatchAges(watch_seconds=options.watch_seconds)
         registry = build_registry(
-            login=lambda: kopf_connection(configuration),
+            login=lambda: kopf_session(configuration, watches=watches),
             started=self._started,
             wake_resource=supervisor.wake_resource,
             wake_instance=supervisor.wake_instance,
@@ -199,7 +203,7 @@ class OperatorProcess:
 
         await kopf.operator(
             registry=registry,
-            settings=kopf_settings(namespaced=bool(namespaces)),
+            settings=kopf_settings(namespaced=bool(namespaces), watch_seconds=options.watch_seconds),
             standalone=True,
             clusterwide=not namespaces,
             namespaces=namespaces,
@@ -297,6 +301,7 @@ class OperatorProcess:
             "resources": len(supervisor) if supervisor else 0,
             "oldest_pass_seconds": round(supervisor.oldest_pass_seconds, 3) if supervisor else 0.0,
             "watch_behind_seconds": round(supervisor.behind_seconds, 3) if supervisor else 0.0,
+            "watch_silent_seconds": round(self._watches.silent_seconds, 3),
         }
 
     def _missing(self) -> list[str]:

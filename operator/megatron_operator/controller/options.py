@@ -38,4 +38,6 @@ class RunOptions:
     health_port: int = 8080
     resync_seconds: float = 300.0
     """How often each resource's objects are listed afresh, in case a watch missed something."""
+    watch_seconds: float = 40.0
+    """How long a watch lasts before it is asked for anew, and so how long one that fell silent goes unnoticed."""
     link: LinkTimings = field(default_factory=LinkTimings)

@@ -17,8 +17,8 @@ from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_l
 
 STALLED_SECONDS = 120.0
 """A pass that takes longer hangs: every request and every wait in it has a deadline far below. A watch that has not
-shown for so long what is known to exist is cut off without noticing."""
-STALLS = ("oldest_pass_seconds", "watch_behind_seconds")
+shown for so long what is known to exist, or that was to be asked for anew so long ago, is cut off."""
+STALLS = ("oldest_pass_seconds", "watch_behind_seconds", "watch_silent_seconds")
 
 
 class BindError(RuntimeError):

@@ -7,6 +7,7 @@ all kinds are listed: a woken task never sees less than what woke it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,6 +24,7 @@ from megatron_operator.cluster.projection import (
     project_pod,
     project_resource,
 )
+from megatron_operator.cluster.watch_ages import GRACE_SECONDS
 from megatron_operator.render.context import FIELD_MANAGER, LABEL_MANAGED_BY
 
 CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
@@ -30,7 +32,7 @@ CHILD_SELECTOR = f"{LABEL_MANAGED_BY}={FIELD_MANAGER}"
 
 def build_registry(
     *,
-    login: Callable[[], kopf.ConnectionInfo],
+    login: Callable[[], kopf.AiohttpSession],
     started: Callable[[Index], None],
     wake_resource: Callable[[str, Key], None],
     wake_instance: Callable[[Key], None],
@@ -44,7 +46,7 @@ def build_registry(
     registry = kopf.OperatorRegistry()
 
     @kopf.on.login(registry=registry)
-    async def authenticate(**_: Any) -> kopf.ConnectionInfo:
+    async def authenticate(**_: Any) -> kopf.AiohttpSession:
         return login()
 
     @kopf.on.startup(registry=registry)
@@ -94,8 +96,12 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
     kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
 
 
-def kopf_settings(*, namespaced: bool) -> kopf.OperatorSettings:
-    """Every default of kopf's that matters, said out loud."""
+def kopf_settings(*, namespaced: bool, watch_seconds: float) -> kopf.OperatorSettings:
+    """Every default of kopf's that matters, said out loud.
+
+    watch_seconds: a watch lasts so long. The server sends a bookmark shortly before its end, so that the next goes on
+        from there without a listing; a watch that has fallen silent is found and caught up with in the same time.
+    """
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.posting.loggers = False
@@ -105,8 +111,8 @@ def kopf_settings(*, namespaced: bool) -> kopf.OperatorSettings:
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = (0.2, 0.5, 1, 2, 3, 5)
     settings.watching.connect_timeout = 10
-    settings.watching.server_timeout = 300
-    settings.watching.client_timeout = 310
+    settings.watching.server_timeout = math.ceil(watch_seconds)
+    settings.watching.client_timeout = math.ceil(watch_seconds) + GRACE_SECONDS
     settings.watching.reconnect_backoff = 0.1
     settings.execution.default_backoff = 5
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
