@@ -1,5 +1,6 @@
 """A real small model, tiny random ones, and how to run them through the engine."""
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +38,16 @@ Generate = Callable[..., dict[int, list[int]]]
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread."""
+    """Threads that meet at barriers make a shared machine many times slower than one thread.
+
+    A swap and a suspend collect garbage: not among all that the imports made, which takes longer than the test.
+    """
     before = torch.get_num_threads()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()
     yield
+    gc.unfreeze()
     torch.set_num_threads(before)
 
 
