@@ -115,7 +115,8 @@ async def operator_kubeconfig(api: KubeApi, control_plane: LocalCluster, namespa
 
 @pytest.fixture
 async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) -> AsyncIterator[None]:
-    """The operator's account may also do what the chart's ClusterRole allows."""
+    """The operator's account may do what the chart's ClusterRole allows, and in its namespace what is its own."""
+    await api.merge_patch(ROLE, namespace, "megatron-operator", {"rules": HOME_RULES}, manager="test")
     meta = {"name": f"megatron-operator-{namespace}", "namespace": ""}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": meta["name"]}
     subject = {"kind": "ServiceAccount", "name": "megatron-operator", "namespace": namespace}

@@ -1,8 +1,8 @@
 """Killed at any point of a life with all verbs, against the real API server: the same end, no signal acted on twice.
 
 Many resources live at once under one operator process, `p-0` undisturbed; of `p-N` the operator's task dies at its Nth
-point and another takes its place (tests/support/mortal_operators.py). `MEGATRON_SOAK=1` tries every point; without it
-a few are tried, of which `MEGATRON_SEED` is the first.
+point and another takes its place (tests/support/mortal_operators.py). `MEGATRON_SOAK=1` tries every point, or those
+of one `MEGATRON_PART`; without it a few are tried, of which `MEGATRON_SEED` is the first.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from live_fleet import LiveFleet
 from operator_process import OperatorProcess
-from soak import FIRST_SEED, SOAK
+from soak import FIRST_SEED, SOAK, part
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_runtime.wire.headers import Header
@@ -111,8 +111,7 @@ async def test_killed_at_any_point_the_same_life_is_lived(
     assert operator.stop() == 0
     whole = told(points_file)["p-0"]
 
-    stride = 1 if SOAK else whole // SAMPLE
-    points = list(range(FIRST_SEED, whole + 1, stride))
+    points = part(range(1, whole + 1)) if SOAK else list(range(FIRST_SEED, whole + 1, whole // SAMPLE))
     await operator.start()
     room = asyncio.Semaphore(AT_ONCE)
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from audit_log import AuditLog, Request
 from eventually import eventually
+from soak import SOAK
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import Kind, kind_of
@@ -77,16 +78,28 @@ async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) ->
     await eventually(cleared, seconds=60, what="the configuration of an earlier operator is gone")
 
 
+@pytest.fixture
+def log(control_plane: LocalCluster, namespace: str) -> AuditLog:
+    return AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
+
+
 async def test_every_permission_is_needed_and_none_is_missing(
-    resource: Any,
-    make_operator: Any,
-    node: Any,
-    control_plane: LocalCluster,
-    api: Any,
-    namespace: str,
+    resource: Any, make_operator: Any, node: Any, api: Any, log: AuditLog
 ) -> None:
-    log = AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
     operator = make_operator("--resync-seconds", "3")
+    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
+
+
+@pytest.mark.skipif(not SOAK, reason="the same life again: `make soak` lives it")
+async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missing(
+    resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
+) -> None:
+    operator = make_operator("--resync-seconds", "3", everywhere=True)
+    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *CLUSTER_RULES, *HOME_RULES]))
+
+
+async def audit(operator: Any, resource: Any, api: Any, log: AuditLog, *, rules: set[Permission]) -> None:
+    """Every request of an operator's life against what its roles grant."""
     await operator.start()
     await live(resource, api)
     await operator.passed(await operator.passes() + 3)
@@ -97,7 +110,6 @@ async def test_every_permission_is_needed_and_none_is_missing(
 
     requests = log.requests()
     denied = [str(request) for request in requests if request.denied or request.code == 403]
-    rules = granted([*RESOURCE_RULES, *HOME_RULES])
     idle = sorted(" ".join(permission) for permission in rules - used(requests, rules))
     print(f"\n{len(requests)} requests, {len(rules)} permissions granted, {len(idle)} never used: {idle}")
     assert denied == []

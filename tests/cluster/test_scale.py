@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from audit_log import AuditLog
 from eventually import eventually
+from figures import percentile_ms
 from operator_process import OperatorProcess
 from played_fleet import PlayedFleet
 from soak import size
@@ -39,10 +40,6 @@ async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[P
     played.start()
     yield played
     await played.stop()
-
-
-def percentile(values: list[float], share: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
 
 
 async def create(api: KubeApi, namespace: str, name: str) -> float:
@@ -95,10 +92,10 @@ async def test_many_resources_are_applied_watched_and_left_alone(
     figures = {
         "resources": RESOURCES,
         "engines_each": ENGINES,
-        "applied_p50_ms": milliseconds(percentile(applied, 0.5)),
-        "applied_p99_ms": milliseconds(percentile(applied, 0.99)),
-        "reaction_p50_ms": milliseconds(percentile(reactions, 0.5)),
-        "reaction_p99_ms": milliseconds(percentile(reactions, 0.99)),
+        "applied_p50_ms": percentile_ms(applied, 0.5),
+        "applied_p99_ms": percentile_ms(applied, 0.99),
+        "reaction_p50_ms": percentile_ms(reactions, 0.5),
+        "reaction_p99_ms": percentile_ms(reactions, 0.99),
         "memory_mib": round(operator.rss_mib()),
         "idle_seconds": IDLE_SECONDS,
         "idle_passes": await operator.passes() - passes,
@@ -109,10 +106,6 @@ async def test_many_resources_are_applied_watched_and_left_alone(
     assert [str(request) for request in written if request.resource != "leases"] == []
     assert await operator.writes() == before
     assert figures["idle_lease_writes"] > 0
-
-
-def milliseconds(seconds: float) -> int:
-    return round(1000 * seconds)
 
 
 async def restored(api: KubeApi, namespace: str, name: str) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.cluster.kinds import SECRET
@@ -12,15 +13,23 @@ from megatron_runtime.wire.security import KeyPair, PeerKeys
 
 
 async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:
-    """STATUS as a second admin sees it."""
+    """STATUS as a second admin sees it, of the resource `demo` on this machine."""
     admin = await api.get(SECRET, namespace, "megatron-operator-admin")
     keys = await api.get(SECRET, namespace, "demo-keys")
+    return await ask_at(port, admin=admin, keys=keys)
 
-    def entry(secret: dict[str, Any], name: str) -> bytes:
+
+async def ask_at(address: int | str, *, admin: Mapping[str, Any], keys: Mapping[str, Any]) -> StatusReply:
+    """STATUS of the coordinator at an admin port.
+
+    admin, keys: the Secrets of the operator and of the resource.
+    """
+
+    def entry(secret: Mapping[str, Any], name: str) -> bytes:
         return base64.b64decode(secret["data"][name]).split()[0]
 
     own = KeyPair(entry(admin, "admin.pub"), entry(admin, "admin.key"))
-    link = ControlLink(port, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
+    link = ControlLink(address, keys=PeerKeys(own=own, server_public=entry(keys, "server.pub")), name="test")
     await link.start()
     try:
         return await link.status()
