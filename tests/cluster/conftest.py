@@ -196,7 +196,7 @@ class Resource:
         found = await self.get()
         return (found or {}).get("status") or {}
 
-    async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 45) -> dict[str, Any]:
+    async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 120) -> dict[str, Any]:
         """The first status that meets the condition."""
         try:
             async with asyncio.timeout(seconds):
@@ -208,7 +208,7 @@ class Resource:
         except TimeoutError:
             raise AssertionError(f"not met within {seconds} s; status: {json.dumps(status, indent=1)}") from None
 
-    async def settled(self, state: str, *, seconds: float = 45) -> dict[str, Any]:
+    async def settled(self, state: str, *, seconds: float = 120) -> dict[str, Any]:
         """The status once the desired state is reached and confirmed; for Running, by every engine."""
         conditions = ["LifecycleSettled", "EnginesReady"] if state == "Running" else ["LifecycleSettled"]
         return await self.until(
@@ -242,7 +242,7 @@ class Resource:
         keys = await self._api.get(SECRET, self.namespace, f"{self.name}-keys")
         return {**found, f"Secret {self.name}-keys": keys} if keys else found
 
-    async def until_gone(self, *, seconds: float = 45) -> None:
+    async def until_gone(self, *, seconds: float = 120) -> None:
         """The resource and every child."""
 
         async def gone() -> bool:

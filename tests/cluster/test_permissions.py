@@ -14,7 +14,7 @@ from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import Kind, kind_of
 from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES, Rule
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 Permission = tuple[str, str, str]
 

@@ -26,7 +26,8 @@ def test_no_reachable_state_breaks_an_invariant(
 ) -> None:
     states = explore(Model(next_step, revisions, max_unavailable, sizes), limit=LIMIT)
     record_property("states", states)
-    print(f"{sizes[0]} engines, {revisions} revisions, maxUnavailable {max_unavailable}: {states} states, 0 violations")
+    seen = f"all {states} states" if states < LIMIT else f"the first {states} states, breadth first"
+    print(f"\n{sizes[0]} engines, {revisions} revisions, maxUnavailable {max_unavailable}: {seen}, 0 violations")
 
 
 Facts = Sequence[EngineFacts]
