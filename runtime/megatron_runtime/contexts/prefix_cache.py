@@ -84,12 +84,9 @@ class PrefixCache:
         return allocator.num_free + allocator.num_idle - to_pin * self.pages_per_block
 
     def pin(self, blocks: Sequence[CachedBlock]) -> Pages:
-        """Hold `blocks`, as find() returned them. Returns their pages in order."""
-        self._clock += 1
+        """Hold `blocks`, as find() returned them. Returns their pages in order. Their age counts from their release."""
         if not blocks:
             return np.empty(0, np.int32)
-        for block in blocks:
-            block.last_used = self._clock
         pages = np.concatenate([block.pages for block in blocks])
         self.allocator.pin(pages)
         return pages
@@ -105,7 +102,7 @@ class PrefixCache:
         """Let go of pages that pin() or allocate() gave."""
         self._clock += 1
         unowned = self.allocator.release(pages).tolist()
-        for block in [self._by_id[page] for page in reversed(unowned) if page in self._by_id]:
+        for block in [self._by_id[page] for page in unowned if page in self._by_id]:
             block.last_used = self._clock
             if self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
                 self._forget(block)

@@ -268,8 +268,7 @@ class DynamicInferenceEngine(EngineInProgram):
         for request in self._scheduler.open.values():
             slot = request.slot
             total = int(self.context.num_tokens[slot]) if slot >= 0 else len(request.tokens)
-            has_cache = slot >= 0 and bool(self.context.num_computed[slot])
-            request.stamp_epoch(epoch, total_tokens=total, has_cache=has_cache)
+            request.stamp_epoch(epoch, total_tokens=total, has_cache=slot >= 0)
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
         """Give memory back. Requests keep their tokens; their KV stays, goes to host memory, or is computed again

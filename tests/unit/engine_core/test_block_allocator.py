@@ -63,6 +63,18 @@ def test_a_batched_release_decrements_for_each_entry_and_frees_once() -> None:
     allocator.check_integrity(pages())
 
 
+def test_a_batched_release_keeps_its_order_whoever_else_held_a_page() -> None:
+    allocator = BlockAllocator(10)
+    taken = allocator.allocate(3)
+    assert taken is not None
+    first, second, third = taken.tolist()
+    allocator.pin(taken[2:])
+    assert allocator.release(pages(third, first, third, second)).tolist() == [third, first, second]
+    again = allocator.allocate(3)
+    assert again is not None
+    assert again.tolist() == [third, first, second]
+
+
 def test_a_kept_page_is_idle_without_owners_and_free_when_no_longer_kept() -> None:
     allocator = BlockAllocator(10)
     taken = allocator.allocate(3)

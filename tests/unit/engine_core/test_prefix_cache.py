@@ -52,6 +52,27 @@ def test_ref_zero_forgets_at_once_and_lru_keeps() -> None:
         assert sorted(cache.take_events().evicted) == ([b"a", b"b"] if policy is REF_ZERO else [])
 
 
+def test_a_block_that_came_back_is_not_told_as_evicted() -> None:
+    cache = make(pages=3)
+    cache.release(fill(cache, b"a"))
+    taken = cache.allocate(2)
+    assert taken is not None
+    cache.release(taken)
+    cache.release(fill(cache, b"a"))
+    events = cache.take_events()
+    assert (events.stored, events.evicted) == ([b"a"], [])
+
+
+def test_idle_blocks_stay_evictable_however_often_they_were_used() -> None:
+    cache = make(pages=4)
+    for _ in range(200):
+        for key in (b"a", b"b", b"c"):
+            cache.release(fill(cache, key))
+        cache.check_integrity()
+    assert cache.allocate(3) is not None
+    assert len(cache) == 0
+
+
 def test_lru_evicts_the_oldest_leaf_and_never_a_block_before_its_continuation() -> None:
     cache = make(pages=5)
     old = fill(cache, b"a", b"b")

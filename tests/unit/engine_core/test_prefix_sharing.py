@@ -158,6 +158,18 @@ def test_a_request_for_prompt_log_probs_does_not_read_the_cache() -> None:
     assert run(engine)[1].num_cached_tokens == 0
 
 
+def test_what_a_request_computed_itself_before_it_was_preempted_is_no_hit() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    step(engine)
+    engine._scheduler.preempt_all()
+    last = run(engine)
+    assert last[0].new_tokens == echo_answer(PROMPT, 4)[1:]
+    assert last[0].num_cached_tokens == engine.stats().prefix_cache_hits == 0
+    assert engine.stats().prefix_cache_queries == len(PROMPT)
+    assert computed(engine) < 2 * len(PROMPT)  # the cache was read all the same
+
+
 def test_without_the_cache_nothing_is_shared() -> None:
     engine = make_engine(enable_prefix_caching=False)
     for number in (0, 1):
@@ -189,6 +201,45 @@ def test_cached_blocks_make_room_for_running_requests() -> None:
         assert run(engine)[number].new_tokens == echo_answer(prompt, 10)
     assert engine.take_block_events().evicted
     assert engine.stats().preemptions == 0
+
+
+def test_a_prefix_that_victims_alone_hold_is_room_for_nobody_else() -> None:
+    """Where only a victim holds the matched blocks they are pinned when it goes: they make no room beside."""
+    engine = make_engine(pages=9)
+    add(engine, 0, PROMPT[:18], 10, priority=1)
+    step(engine)
+    add(engine, 1, [50] * 5, 6)
+    step(engine)
+    add(engine, 2, PROMPT[:16] + [90] * 5, 4)
+    assert 2 not in step(engine)
+    assert engine.stats().preemptions == 0
+    last = run(engine)
+    assert last[2].new_tokens == echo_answer(PROMPT[:16] + [90] * 5, 4)
+
+
+def test_pages_that_others_share_with_a_victim_make_no_room() -> None:
+    engine = make_engine(pages=8)
+    add(engine, 0, PROMPT[:18], 8)
+    step(engine)
+    add(engine, 1, [*PROMPT[:16], 80, 81], 6, priority=1)
+    step(engine)
+    add(engine, 2, [90] * 11, 4)
+    assert 2 not in step(engine)
+    assert engine.stats().preemptions == 0
+    last = run(engine)
+    assert last[2].new_tokens == echo_answer([90] * 11, 4)
+
+
+def test_what_was_under_computation_as_the_epoch_changed_does_not_become_findable() -> None:
+    engine = make_engine(max_tokens=12)
+    add(engine, 0, PROMPT)
+    step(engine)
+    assert len(engine.context.prefix_cache) == 1
+    engine.set_epoch(3)
+    run(engine)
+    assert len(engine.context.prefix_cache) == 0
+    add(engine, 1, PROMPT)
+    assert run(engine)[1].num_cached_tokens == 0
 
 
 def test_an_epoch_of_other_weights_empties_the_cache() -> None:

@@ -216,6 +216,26 @@ def test_what_ended_in_time_is_not_ended_again() -> None:
     assert [output.finish_reason for output in engine.step()] == [None]
 
 
+def test_a_deadline_is_kept_whatever_many_others_ended_in_time() -> None:
+    clock = Clock()
+    executor = EchoExecutor(page_size=4, num_pages=20)
+    executor.load()
+    engine = DynamicInferenceEngine(executor, InferenceConfig(), clock=clock)
+
+    def add(number: int, seconds: float) -> None:
+        one = request(number, [1, 2], 50)
+        engine.add_request(
+            EngineRequest(number, one.prompt_tokens, one.generated_tokens, one.sampling_params, 0, seconds)
+        )
+
+    add(0, 5)
+    for number in range(1, 200):
+        add(number, 100)
+        assert engine.abort_request(number)
+    clock.now += 6
+    assert [(output.request_id, output.finish_reason) for output in engine.step()] == [(0, "error")]
+
+
 def test_an_admitted_prompt_has_pages_for_all_its_chunks() -> None:
     engine = make_engine(max_tokens=8, pages=41)
     engine.add_request(request(0, [1] * 100, 4))
@@ -239,6 +259,32 @@ def test_without_chunking_a_preempted_request_comes_back_whatever_its_length() -
         engine.add_request(request(number, [number + 1] * 20, 30))
     assert run(engine) == {number: echo_answer([number + 1] * 20, 30) for number in range(4)}
     assert engine.stats().preemptions > 0
+
+
+def test_prompts_get_what_decodes_leave_of_a_step() -> None:
+    engine = make_engine(max_tokens=12)
+    for number in range(6):
+        engine.add_request(request(number, [number + 1] * 2, 30))
+    engine.step()
+    engine.add_request(request(6, [9] * 40, 4))
+    plan = engine.schedule()
+    assert plan is not None
+    assert plan.query_lengths.tolist() == [1] * 6 + [6]
+
+
+def test_without_chunking_a_prompt_is_never_split_be_it_ahead_of_decodes_in_line() -> None:
+    engine = make_engine(max_tokens=24, enable_chunked_prefill=False)
+    for number in range(6):
+        engine.add_request(request(number, [number + 1] * 2, 5, priority=1))
+    engine.step()
+    engine.add_request(request(6, [9] * 20, 4))
+    rows = []
+    while engine.has_work:
+        plan = engine.schedule()
+        assert plan is not None
+        rows.append(plan.query_lengths.tolist())
+        engine.collect(engine.executor.execute(plan))
+    assert rows == [[1] * 6] * 4 + [[20]] + [[1]] * 3
 
 
 def test_an_early_stop_token_does_not_end_a_request_that_was_begun_elsewhere() -> None:
@@ -309,3 +355,19 @@ def test_epochs_are_told_as_spans() -> None:
     summary = outputs[-1].summary
     assert summary is not None
     assert summary.policy_epoch == summary.kv_cache_epoch == [(0, 0), (3, 4), (5, 6)]
+
+
+def test_a_cache_computed_again_is_of_the_newest_epoch_alone() -> None:
+    engine = make_engine()
+    engine.add_request(request(0, [1, 2, 3], 6))
+    engine.step()
+    engine.set_epoch(4)
+    engine.step()
+    engine._scheduler.preempt_all()
+    outputs = []
+    while engine.has_work:
+        outputs += engine.step()
+    summary = outputs[-1].summary
+    assert summary is not None
+    assert summary.policy_epoch == [(0, 0), (3, 4)]
+    assert summary.kv_cache_epoch == [(0, 4)]
