@@ -263,12 +263,13 @@ class DynamicInferenceEngine(EngineInProgram):
         """The weights are of `epoch` from here on. KV of another epoch is not reused by requests to come."""
         if epoch == self.epoch:
             return
-        self.epoch = epoch
-        self.context.clear_prefix_cache()
+        self.epoch, context = epoch, self.context
+        context.clear_prefix_cache()
         for request in self._scheduler.open.values():
-            slot = request.slot
-            total = int(self.context.num_tokens[slot]) if slot >= 0 else len(request.tokens)
-            request.stamp_epoch(epoch, total_tokens=total, has_cache=slot >= 0)
+            total, computed = len(request.tokens), 0
+            if request.slot >= 0:
+                total, computed = (int(column[request.slot]) for column in (context.num_tokens, context.num_computed))
+            request.stamp_epoch(epoch, total_tokens=total, num_computed=computed)
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
         """Give memory back. Requests keep their tokens; their KV stays, goes to host memory, or is computed again

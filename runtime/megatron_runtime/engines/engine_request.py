@@ -187,12 +187,12 @@ class OpenRequest:
     def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
         self.events.append(DynamicInferenceEvent(kind, payload=payload))
 
-    def stamp_epoch(self, epoch: int, *, total_tokens: int, has_cache: bool) -> None:
-        """The weights are of `epoch` from here on. The newest token is the next forward pass's first."""
+    def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
+        """The weights are of `epoch` from here on. `num_computed` tokens are in the KV cache."""
         self.policy_epoch = _stamped(
             self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
         )
-        self.kv_cache_epoch = _stamped(self.kv_cache_epoch, total_tokens - 1, epoch) if has_cache else [(0, epoch)]
+        self.kv_cache_epoch = _stamped(self.kv_cache_epoch, num_computed, epoch)
 
     def summary(self, now: float) -> RequestSummary:
         admitted = self.admitted if self.admitted is not None else now

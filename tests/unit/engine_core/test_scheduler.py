@@ -107,14 +107,15 @@ def test_a_stop_token_ends_a_request_and_counts_from_min_tokens_on() -> None:
     engine = make_engine()
     engine.add_request(request(0, [3, 4], 10, stop_token_ids=[answer[2]]))
     engine.add_request(request(1, [3, 4], 10, stop_token_ids=[answer[2]], min_tokens=5))
-    answers: dict[int, list[int]] = {0: [], 1: []}
+    engine.add_request(request(2, [3, 4], 10, stop_token_ids=[answer[2]], min_tokens=3))
+    answers: dict[int, list[int]] = {0: [], 1: [], 2: []}
     reasons = {}
     while engine.has_work:
         for output in engine.step():
             answers[output.request_id] += output.new_tokens
             reasons[output.request_id] = output.finish_reason
-    assert answers == {0: answer[:3], 1: answer}
-    assert reasons == {0: "stop", 1: "length"}
+    assert answers == {0: answer[:3], 1: answer, 2: answer[:3]}
+    assert reasons == {0: "stop", 1: "length", 2: "stop"}
 
 
 def test_what_can_never_fit_is_refused_with_the_remedy() -> None:
@@ -143,7 +144,12 @@ def test_a_token_outside_the_vocabulary_is_refused() -> None:
 def test_an_answer_stops_at_the_longest_sequence() -> None:
     engine = make_engine()
     engine.add_request(request(0, [1] * 250, 100))
-    assert len(run(engine)[0]) == 6
+    nothing = np.empty(0, np.int32)
+    for number, total in ((1, 400), (2, 253)):
+        params = SamplingParams(temperature=0.0, num_tokens_total=total)
+        engine.add_request(EngineRequest(number, np.array([1] * 250, np.int32), nothing, params))
+    answers = run(engine)
+    assert [len(answers[number]) for number in range(3)] == [6, 6, 3]
 
 
 class Clock:
@@ -355,6 +361,20 @@ def test_epochs_are_told_as_spans() -> None:
     summary = outputs[-1].summary
     assert summary is not None
     assert summary.policy_epoch == summary.kv_cache_epoch == [(0, 0), (3, 4), (5, 6)]
+
+
+def test_an_epoch_that_came_before_the_first_token_is_the_first_of_the_answer() -> None:
+    engine = make_engine(max_tokens=8)
+    engine.add_request(request(0, [1] * 12, 3))
+    engine.add_request(request(1, [2] * 12, 3))
+    engine.step()  # a part of the first prompt; the second has not begun
+    engine.set_epoch(4)
+    summaries = {}
+    while engine.has_work:
+        for output in engine.step():
+            summaries[output.request_id] = output.summary
+    assert all(summary is not None and summary.policy_epoch == [(0, 4)] for summary in summaries.values())
+    assert [summaries[number].kv_cache_epoch for number in (0, 1)] == [[(0, 0), (8, 4)], [(0, 4)]]
 
 
 def test_a_cache_computed_again_is_of_the_newest_epoch_alone() -> None:
