@@ -75,9 +75,23 @@ def make_executor(model: str, *, kv_cache_memory: int) -> TorchExecutor:
 
 
 @pytest.fixture(scope="module")
-def tiny(make_tiny: MakeTiny) -> TorchExecutor:
+def directory(make_tiny: MakeTiny) -> str:
     directory, _ = make_tiny(hidden_size=60, intermediate_size=100, num_attention_heads=6, num_key_value_heads=2)
-    return make_executor(str(directory), kv_cache_memory=2 << 20)
+    return str(directory)
+
+
+@pytest.fixture(scope="module")
+def tiny(directory: str) -> TorchExecutor:
+    return make_executor(directory, kv_cache_memory=2 << 20)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_p": 0.9, "top_k": 40},
+    {"temperature": 0.9, "min_p": 0.05, "logit_bias": {7: 3.0, 9: -5.0}},
+    {"temperature": 0.7, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.2},
+]
 
 
 def requests(count: int, *, vocabulary: int, longest: int, answer: int = 16) -> list[EngineRequest]:
@@ -88,13 +102,12 @@ def requests(count: int, *, vocabulary: int, longest: int, answer: int = 16) -> 
     for number in range(count):
         own = random.integers(3, vocabulary, random.integers(1, 20))
         prompt = np.concatenate([stem[: random.integers(0, longest)], own]).astype(np.int32)
-        kind = [{"temperature": 0.0}, {"temperature": 1.0}, {"temperature": 0.8, "top_p": 0.9, "top_k": 40}][number % 3]
         params = SamplingParams(
             num_tokens_to_generate=int(random.integers(4, answer)),
             termination_id=IGNORE_EOS,
             return_log_probs=True,
             skip_prompt_log_probs=number % 4 != 0,
-            **kind,
+            **KINDS[number % len(KINDS)],
         )
         made.append(EngineRequest(number, prompt, np.empty(0, np.int32), params, seed=number))
     return made
@@ -106,13 +119,18 @@ def make_engine(executor: TorchExecutor, **config: Any) -> DynamicInferenceEngin
 
 
 def run(
-    engine: DynamicInferenceEngine, waiting: list[EngineRequest], between: Callable[[], None] = lambda: None
+    engine: DynamicInferenceEngine,
+    waiting: list[EngineRequest],
+    between: Callable[[], None] = lambda: None,
+    *,
+    at_once: int = 1,
 ) -> dict[int, Answer]:
+    """at_once: how many requests are added before each step."""
     answers: dict[int, Answer] = {request.request_id: ([], [], []) for request in waiting}
     waiting = waiting[::-1]
     while waiting or engine.has_work:
         between()
-        if waiting:
+        for _ in range(min(at_once, len(waiting))):
             engine.add_request(waiting.pop())
         for output in engine.step():
             assert output.error is None
@@ -133,12 +151,18 @@ def alone(executor: TorchExecutor, asked: list[EngineRequest]) -> dict[int, Answ
 
 @pytest.fixture(scope="module")
 def expected(tiny: TorchExecutor) -> dict[int, Answer]:
-    return alone(tiny, requests(12, vocabulary=320, longest=300))
+    return alone(tiny, requests(32, vocabulary=320, longest=300))
+
+
+def test_a_batch_of_32_mixed_requests_equals_each_alone_to_the_bit(
+    tiny: TorchExecutor, expected: dict[int, Answer]
+) -> None:
+    assert run(make_engine(tiny), requests(32, vocabulary=320, longest=300), at_once=32) == expected
 
 
 @pytest.mark.parametrize("seed", range(100 if SOAK else 3))
-def test_no_bit_depends_on_batch_chunks_cache_preemption_or_suspend(
-    tiny: TorchExecutor, expected: dict[int, Answer], seed: int
+def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort(
+    tiny: TorchExecutor, directory: str, expected: dict[int, Answer], seed: int
 ) -> None:
     random = Random(seed)
     engine = make_engine(
@@ -157,10 +181,17 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_or_suspend(
             engine.resume()
         if random.random() < 0.05:
             engine._scheduler.preempt_all()
+        if random.random() < 0.03:
+            tiny.stage_weights(directory)
+            engine.swap_weights(engine.epoch + 1)
+        if random.random() < 0.1:
+            aborted.update(number for number in random.sample(range(12), 1) if engine.abort_request(number))
 
+    aborted: set[int] = set()
     asked = requests(12, vocabulary=320, longest=300)
     random.shuffle(asked)
-    assert run(engine, asked, disturb) == expected
+    for number, answer in run(engine, asked, disturb).items():
+        assert number in aborted or answer == expected[number]
 
 
 def test_not_of_the_real_model_either() -> None:
