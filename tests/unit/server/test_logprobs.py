@@ -94,6 +94,14 @@ async def test_streamed_log_probs_are_the_whole_ones(running: Any, forgotten_aft
             assert whole["text"].endswith(matched) is bool(fields)
 
 
+async def test_the_tokens_of_a_stop_text_have_no_log_probs(running: Any, answer: str) -> None:
+    """Where the stop text begins with a token of its own, the answer's tokens are its text and no more."""
+    for stop in (" says", ",", "The"):
+        choice = (await running.openai.chat.completions.create(**CHAT, logprobs=True, stop=stop)).choices[0]
+        assert choice.message.content == answer[: answer.index(stop)]
+        assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode() == choice.message.content
+
+
 async def test_log_probs_beyond_what_json_can_say_are_finite(running: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(type(running.backend).generate.__globals__, "log_prob", lambda token, place: float("-inf"))
     reply = await running.chat(logprobs=True)
