@@ -2,15 +2,19 @@
 
 What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
 suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
-time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); hang (a rank whose
-steps never end); rendezvous_seconds; step_timeout_seconds.
+time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); hang (rank, one of HANGS,
+after how many orders: what happens then in layer 1); rendezvous_seconds; step_timeout_seconds.
 """
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import sys
 import threading
+import time
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -30,11 +34,35 @@ from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.parallel.errors import RankError
+from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.identity import RankIdentity, rank_identity
 from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
+SLOW_SECONDS = 5.0
+
+
+def _compute(seconds: float) -> None:
+    """In a library that does not hold the interpreter, and does not come back before."""
+    began = time.thread_time()
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
+    rounds = int(100_000 * seconds / (time.thread_time() - began))
+    hashlib.pbkdf2_hmac("sha256", b"", b"", max(1, min(rounds, 2**31 - 1)))
+
+
+def _loop() -> None:
+    while True:
+        pass
+
+
+HANGS: dict[str, Callable[[], object]] = {
+    "blocks": lambda: threading.Event().wait(),
+    "loops": _loop,
+    "computes for ever": lambda: _compute(1e9),
+    "computes": lambda: _compute(SLOW_SECONDS),
+    "holds the interpreter": lambda: ctypes.PyDLL(None).sleep(10**6),
+}
 
 
 def answers(executor: Executor, told: dict[str, Any]) -> dict[str, Any]:
@@ -98,8 +126,8 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
 
 
 def _plant_failure(told: dict[str, Any], rank: int) -> None:
-    if told.get("hang") == rank:
-        TorchExecutor.execute_part = lambda *_: threading.Event().wait()  # type: ignore[method-assign]
+    if told.get("hang", [None])[0] == rank:
+        _plant_hang(*told["hang"][1:])
     if told.get("fail", [None])[0] != rank:
         return
     _, name, times = told["fail"]
@@ -112,6 +140,18 @@ def _plant_failure(told: dict[str, Any], rank: int) -> None:
         return method(self, *arguments)
 
     setattr(TorchExecutor, name, failing)
+
+
+def _plant_hang(how: str, after: int) -> None:
+    begin_layer = Groups.begin_layer
+
+    def begin_and_hang(self: Groups, number: int) -> None:
+        begin_layer(self, number)
+        if number == 1 and self.progress.done >= after:
+            Groups.begin_layer = begin_layer  # type: ignore[method-assign]
+            HANGS[how]()
+
+    Groups.begin_layer = begin_and_hang  # type: ignore[method-assign]
 
 
 def _lead(settings: EngineSettings, identity: RankIdentity, told: dict[str, Any], say: Connection) -> None:

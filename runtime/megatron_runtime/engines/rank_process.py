@@ -16,6 +16,7 @@ from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.groups import GroupError
 from megatron_runtime.parallel.plan_channel import Kind, Order
 from megatron_runtime.parallel.plan_codec import decode_plan, encode_result
+from megatron_runtime.parallel.step_progress import StepProgress
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,24 @@ def end_with(error: RankError) -> None:
 class RankProcess:
     """Takes orders until rank 0 says END.
 
+    progress:   where it writes how far it has come.
     is_sampler: this rank answers steps with what it sampled.
     """
 
-    def __init__(self, rank: int, executor: PartExecutor, channel: FollowerChannel, *, is_sampler: bool) -> None:
+    def __init__(
+        self,
+        rank: int,
+        executor: PartExecutor,
+        channel: FollowerChannel,
+        *,
+        progress: StepProgress,
+        is_sampler: bool,
+    ) -> None:
         self._rank = rank
         self._part = EnginePart(executor)
         self._executor = executor
         self._channel = channel
+        self._progress = progress
         self._is_sampler = is_sampler
 
     def run(self) -> None:
@@ -59,10 +70,11 @@ class RankProcess:
                 threading.Thread(target=self._perform, args=(order,), name="stage", daemon=True).start()
             else:
                 self._perform(order)
-            self._channel.done = order.number
+            self._progress.end(order.number)
         self._channel.close()
 
     def _step(self, order: Order) -> None:
+        self._progress.begin(order.number)
         try:
             parts = self._executor.execute_part(decode_plan(order.body))
         except Exception as error:

@@ -20,8 +20,10 @@ from megatron_runtime.parallel.errors import RendezvousError
 from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.identity import RankIdentity
+from megatron_runtime.parallel.interpreter_watch import InterpreterWatch
 from megatron_runtime.parallel.leader_channel import LeaderChannel
 from megatron_runtime.parallel.rendezvous import LOOPBACK, Meeting, open_store
+from megatron_runtime.parallel.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +41,10 @@ def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) 
     meeting, groups = _meet(settings, identity)
     part = make_part(groups)
     pushes = {rank: meeting.connect(rank) for rank in range(1, identity.world)}
-    channel = LeaderChannel(meeting.pull, pushes)
+    channel = LeaderChannel(meeting.pull, pushes, watch=_watch(settings, groups), interpreter=InterpreterWatch())
     channel.start(timeout_seconds=GREETING_SECONDS)
     logger.info("all %d ranks are there", identity.world)
-    return RankedExecutor(part, channel, settings.parallel, stall_seconds=settings.step_timeout_seconds)
+    return RankedExecutor(part, channel, settings.parallel, progress=groups.progress)
 
 
 def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> None:
@@ -55,14 +57,25 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
             identity.rank,
             pull=meeting.pull,
             push=meeting.connect(0),
-            exchanges=lambda: groups.exchanges,
+            watch=_watch(settings, groups),
+            interpreter=InterpreterWatch(),
             on_lost=end_with,
         )
         channel.start(timeout_seconds=GREETING_SECONDS)
         missing.clear()
         shard = groups.shard
-        RankProcess(identity.rank, part, channel, is_sampler=shard.has_head and shard.tensor_rank == 0).run()
+        RankProcess(
+            identity.rank,
+            part,
+            channel,
+            progress=groups.progress,
+            is_sampler=shard.has_head and shard.tensor_rank == 0,
+        ).run()
         meeting.close()
+
+
+def _watch(settings: EngineSettings, groups: Groups) -> StepWatch:
+    return StepWatch(groups.progress, step_timeout_seconds=settings.step_timeout_seconds)
 
 
 def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:

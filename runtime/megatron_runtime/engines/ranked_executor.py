@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -18,30 +19,31 @@ from megatron_runtime.parallel.micro_batches import merge
 from megatron_runtime.parallel.plan_channel import Kind
 from megatron_runtime.parallel.plan_codec import decode_result, encode_plan
 from megatron_runtime.parallel.shard import ParallelSizes
+from megatron_runtime.parallel.step_progress import StepProgress
 from megatron_runtime.wire.messages import Control
 
-_LONG = frozenset({"load", "stage_weights", "swap_weights"})
-"""Orders that may hold a rank's interpreter for longer than a heartbeat."""
+_LONG = frozenset({"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged"})
+"""Orders that may hold an interpreter for longer than it may be silent: to free much memory takes a while, too."""
 
 ENDING_SECONDS = 1.0
-"""From the news that a rank is lost to the end of the process, for the coordinator to be told."""
+"""From the news that a rank is lost to the end of the process, for the coordinator and the others to be told."""
 
 
 class RankedExecutor:
     """Implements Executor, and lifecycle.Ranks: each rank acknowledges each order; what fails names the rank.
 
     local:         rank 0's own part.
-    stall_seconds: a step in which no rank gets on for so long ends the engine.
+    progress:      where rank 0 writes how far it has come.
     """
 
     def __init__(
-        self, local: PartExecutor, channel: LeaderChannel, sizes: ParallelSizes, *, stall_seconds: float
+        self, local: PartExecutor, channel: LeaderChannel, sizes: ParallelSizes, *, progress: StepProgress
     ) -> None:
         self._local = local
         self._part = EnginePart(local)
         self._channel = channel
         self._sizes = sizes
-        self._stall_seconds = stall_seconds
+        self._progress = progress
         self._everyone = range(sizes.world)
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
@@ -104,6 +106,7 @@ class RankedExecutor:
         if channel.failure is not None:
             raise channel.failure
         number = channel.post(Kind.STEP, encode_plan(plan), answers=self._samplers)
+        self._progress.begin(number)
         try:
             parts = self._local.execute_part(plan)
         except GroupError as error:
@@ -111,7 +114,8 @@ class RankedExecutor:
             raise channel.blame(number) from error
         except RuntimeError as error:
             raise RankError(0, str(error)) from error
-        for answer in channel.collect(number, stall_seconds=self._stall_seconds).values():
+        self._progress.end(number)
+        for answer in channel.collect(number).values():
             parts += [(rows, decode_result(items)) for rows, items in answer]
         return merge(parts, len(plan.query_lengths))
 
@@ -129,9 +133,10 @@ class RankedExecutor:
         """
 
         def lost(error: RankError) -> None:
+            until = time.monotonic() + ENDING_SECONDS
             on_failure(error)
             self._channel.fail(error.rank, error.cause)
-            threading.Event().wait(ENDING_SECONDS)
+            threading.Event().wait(max(0.0, until - time.monotonic()))
             end_with(error)
 
         self._channel.on_leave = on_leave
@@ -149,7 +154,8 @@ class RankedExecutor:
 
     def _everywhere(self, name: str, argument: Any) -> dict[int, Any]:
         """Have every rank perform an order. Returns the answers by rank; raises what failed first, naming the rank."""
-        number = self._channel.post(Kind.COMMAND, [name, argument], answers=self._everyone, is_long=name in _LONG)
+        kind = Kind.LONG_COMMAND if name in _LONG else Kind.COMMAND
+        number = self._channel.post(kind, [name, argument], answers=self._everyone)
         failure: Exception | None = None
         answers: dict[int, Any] = {}
         try:

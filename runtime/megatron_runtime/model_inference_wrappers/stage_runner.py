@@ -73,7 +73,7 @@ class StageRunner:
     def _run_one(self, batch: MicroBatch, cache_LPXE: torch.Tensor) -> StepResult | None:
         groups, shard = self.groups, self.groups.shard
         layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=self.model.sliding_window)
-        groups.begin(batch.tokens_of_experts)
+        groups.begin(batch.tokens_of_experts, work=self._work(batch))
         if shard.has_embedding:
             x_TD = self.model.embed(layout.token_ids_T)
         else:
@@ -82,7 +82,15 @@ class StageRunner:
         if not shard.has_head:
             groups.send_to_next_stage(x_TD)
             return None
+        groups.progress.reach("sampling")
         return self._sample(batch, layout, self.model.finish(x_TD, layout.logit_rows_N))
+
+    def _work(self, batch: MicroBatch) -> float:
+        """Of a layer, in tokens: attention costs a token's product with the matrices for about each hidden size that it
+        looks back.
+        """
+        looks = (batch.plan.query_lengths.astype(float) * batch.plan.context_lengths).sum()
+        return sum(batch.tokens_of_experts) + float(looks) / self.hidden_size
 
     def _sample(self, batch: MicroBatch, layout: StepLayout, x_ND: torch.Tensor) -> StepResult | None:
         step = ForwardStep(layout.sampled_rows, self.model, x_ND, layout.targets)

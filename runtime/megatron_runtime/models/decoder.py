@@ -86,7 +86,8 @@ class DecoderModel:
         self._shard = shard = shard or Shard()
         self._collectives: Collectives = collectives or OneRank()
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
-        self._is_local = [config.is_local(layer) for layer in shard.layers(config.num_layers)]
+        self._layer_numbers = shard.layers(config.num_layers)
+        self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
         self._attention = PagedAttention(
             num_heads=self._heads,
             num_kv_heads=self._kv_heads,
@@ -148,7 +149,10 @@ class DecoderModel:
         if self._local_frequencies is not self._frequencies:
             local_turn = rotation(positions_T, self._local_frequencies, x_TD.dtype)
         local = attention.local or attention
-        for layer, cache_PXE, is_local in zip(self.weights.layers, cache_LPXE, self._is_local, strict=True):
+        for number, layer, cache_PXE, is_local in zip(
+            self._layer_numbers, self.weights.layers, cache_LPXE, self._is_local, strict=True
+        ):
+            self._collectives.begin_layer(number)
             normed_TD = self._norm(x_TD, layer.attention_norm_D)
             if is_local:
                 added_TD = self._attend(layer, normed_TD, local_turn, cache_PXE, local)

@@ -14,6 +14,9 @@ import torch
 class Collectives(Protocol):
     """Called by every rank of its group in the same order; the result may be the argument, changed in place."""
 
+    def begin_layer(self, number: int) -> None:
+        """The layer of the model that comes now: who watches this rank wants to know that it gets on."""
+
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The sum over the tensor ranks: after the attention's output, the down projection and the embedding."""
 
@@ -29,6 +32,9 @@ class Collectives(Protocol):
 
 class OneRank:
     """Implements Collectives: there is nobody to talk to, and nothing is copied."""
+
+    def begin_layer(self, number: int) -> None:
+        pass
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         return x_TD

@@ -13,19 +13,18 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
-from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, Kind, Order
+from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS, InterpreterWatch
+from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, Kind, Order
 from megatron_runtime.parallel.plan_codec import pack, unpack
-
-LONGEST_LOAD_SECONDS = 600.0
-"""Rank 0 may hold its interpreter while it loads; that its process lives, ZeroMQ's heartbeats tell."""
+from megatron_runtime.parallel.step_watch import StepWatch
 
 
 class FollowerChannel:
     """Another rank's end.
 
     orders:   what rank 0 wants, in its order; get() blocks.
-    exchanges: tells how many exchanges this rank has entered, and whether it waits in one; read twice a second.
-    done:     the last order that was done.
+    watch:    of this rank's steps.
+    interpreter: is told twice a second that this process lives.
     on_lost:  called once, on the channel's thread, when rank 0 is lost or says why the engine ends.
     """
 
@@ -35,18 +34,23 @@ class FollowerChannel:
         *,
         pull: zmq.Socket[bytes],
         push: zmq.Socket[bytes],
-        exchanges: Callable[[], tuple[int, bool]],
+        watch: StepWatch,
         on_lost: Callable[[RankError], None],
+        interpreter: InterpreterWatch | None = None,
     ) -> None:
         self.orders: queue.SimpleQueue[Order] = queue.SimpleQueue()
         self._rank = rank
         self._pull = pull
         self._push = push
         self._monitor = push.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        self._exchanges = exchanges
+        self._watch = watch
+        self._interpreter = interpreter
         self._on_lost = on_lost
-        self.done = 0
         self._number = 0
+        self._long: set[int] = set()
+        """Orders under way that may hold the interpreter."""
+        self._rank_0_is_long = False
+        self._is_stuck = False
         self._sending = threading.Lock()
         self._is_leaving = False
         self._welcomed = threading.Event()
@@ -63,6 +67,10 @@ class FollowerChannel:
             )
 
     def answer(self, order: Order, body: Any) -> None:
+        if order.kind is Kind.LONG_COMMAND:
+            with self._sending:
+                self._long.discard(order.number)
+            self._beat_interpreter()
         self._send(Kind.ANSWER, order.number, body)
 
     def fail(self, cause: str, *, is_consequence: bool) -> None:
@@ -77,6 +85,8 @@ class FollowerChannel:
     def close(self) -> None:
         self._ended = True
         self._thread.join()
+        if self._interpreter is not None:
+            self._interpreter.end()
         self._push.disable_monitor()
         for socket in (self._monitor, self._push, self._pull):
             socket.close(linger=0)
@@ -106,12 +116,24 @@ class FollowerChannel:
                 if now - beat_at > BEAT_SECONDS:
                     heard = now  # this process itself stood still
                 beat_at = now + BEAT_SECONDS
-                self._send(Kind.BEAT, 0, [self.done, *self._exchanges()])
+                self._beat()
                 if self._is_leaving and not has_said_leave:
                     has_said_leave = True
                     self._send(Kind.LEAVE, 0, None)
-                if now - heard > LONGEST_LOAD_SECONDS:
-                    self._lose(0, f"it has said nothing for {LONGEST_LOAD_SECONDS:g} s")
+                if now - heard > HANG_SECONDS and not self._rank_0_is_long:
+                    self._lose(0, HUNG)
+
+    def _beat(self) -> None:
+        self._beat_interpreter()
+        cause = self._watch.look()
+        self._send(Kind.BEAT, 0, self._watch.report().to_wire())
+        if cause is not None and not self._is_stuck:
+            self._is_stuck = True
+            self.fail(cause, is_consequence=False)
+
+    def _beat_interpreter(self) -> None:
+        if self._interpreter is not None and self._welcomed.is_set():
+            self._interpreter.beat(is_long=bool(self._long))
 
     def _receive(self) -> None:
         while True:
@@ -122,15 +144,23 @@ class FollowerChannel:
             kind, _, number = unpack(head)
             if kind == Kind.WELCOME:
                 self._welcomed.set()
+                self._beat_interpreter()
             elif kind == Kind.FAILED:
                 self._lose(*unpack(body))
             elif kind == Kind.END:
                 self._ended = True
                 self.orders.put(Order(Kind.END, 0, None))
-            elif kind != Kind.BEAT:
+            elif kind == Kind.BEAT:
+                self._rank_0_is_long = unpack(body)
+            else:
                 self._number += 1
                 if number != self._number:
                     self._lose(0, f"its order {self._number} is missing: order {number} came")
+                if kind == Kind.LONG_COMMAND:
+                    self._rank_0_is_long = True
+                    with self._sending:
+                        self._long.add(number)
+                    self._beat_interpreter()
                 self.orders.put(Order(Kind(kind), number, unpack(body)))
 
     def _lose(self, rank: int, cause: str) -> None:

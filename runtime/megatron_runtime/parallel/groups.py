@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_runtime.parallel.shard import ParallelSizes, Shard
+from megatron_runtime.parallel.step_progress import StepProgress
 
 
 class GroupError(RuntimeError):
@@ -25,12 +26,12 @@ class Groups:
 
     Made by every rank at once: it waits until all of them are there.
 
-    exchanges: how many exchanges this rank has entered, and whether it is in one, waiting for others.
+    progress: where this rank is in its step.
     """
 
     def __init__(self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: str, timeout: timedelta) -> None:
         self.shard: Shard = sizes.shard(rank)
-        self.exchanges: tuple[int, bool] = (0, False)
+        self.progress = StepProgress()
         self._tokens_of_experts: tuple[int, ...] = ()
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
         backend = "nccl" if device == "cuda" else "gloo"
@@ -51,24 +52,29 @@ class Groups:
                 mine = group
         return mine
 
-    def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
-        """The forward pass to come has so many tokens on each expert rank. Known from the plan: nobody asks anybody."""
+    def begin(self, tokens_of_experts: tuple[int, ...], *, work: float) -> None:
+        """The forward pass to come has so many tokens on each expert rank. Known from the plan: nobody asks anybody.
+
+        work: that one of its layers is, in tokens or what costs as much.
+        """
         self._tokens_of_experts = tokens_of_experts
+        self.progress.begin_batch(work)
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
-        entered = self.exchanges[0] + 1
-        self.exchanges = (entered, True)
         try:
-            yield
+            with self.progress.exchange():
+                yield
         except RuntimeError as error:
             raise GroupError(f"an exchange with other ranks failed: {error}") from error
-        self.exchanges = (entered, False)
 
     def close(self) -> None:
         dist.destroy_process_group()
 
     # --- Collectives --------------------------------------------------------------------------------------------
+
+    def begin_layer(self, number: int) -> None:
+        self.progress.reach("layer", number)
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         if self._tensor is None:

@@ -14,19 +14,18 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
-from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, Kind, Progress
+from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS, InterpreterWatch
+from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, Kind
 from megatron_runtime.parallel.plan_codec import pack, unpack
+from megatron_runtime.parallel.standstill import Standstill, behind
+from megatron_runtime.parallel.step_progress import Report
+from megatron_runtime.parallel.step_watch import StepWatch
 
 logger = logging.getLogger(__name__)
 
-HANG_SECONDS = 30.0
-"""A rank whose interpreter answers nothing for so long is lost, unless it was told to do something long. A compiler may
-hold an interpreter for seconds.
-"""
 FAREWELL_SECONDS = 2.0
 BLAME_SECONDS = 1.0
 """When an exchange fails, how long to wait for the news whose end made it fail."""
-_STALLED = "it has not got on in a step, and the others waited for it"
 
 
 @dataclass(slots=True)
@@ -36,7 +35,7 @@ class _Rank:
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
     heard: float
-    progress: Progress = (0, 0, False)
+    report: Report = field(default_factory=Report)
     has_said_hello: bool = False
 
 
@@ -52,11 +51,20 @@ class LeaderChannel:
 
     pull:    where the other ranks' answers arrive.
     pushes:  by rank, connected to that rank's PULL.
+    watch:   of this rank's own steps.
+    interpreter: is told twice a second that this process lives.
     on_lost: called once, on a thread of the channel, with the RankError that ends the engine.
     on_leave: called on a thread of the channel when a rank was told to end: SIGTERM.
     """
 
-    def __init__(self, pull: zmq.Socket[bytes], pushes: dict[int, zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self,
+        pull: zmq.Socket[bytes],
+        pushes: dict[int, zmq.Socket[bytes]],
+        *,
+        watch: StepWatch,
+        interpreter: InterpreterWatch | None = None,
+    ) -> None:
         self.on_lost: Callable[[RankError], None] = lambda _error: None
         self.on_leave: Callable[[], object] = lambda: None
         self.failure: RankError | None = None
@@ -66,7 +74,10 @@ class LeaderChannel:
             rank: _Rank(push, push.get_monitor_socket(zmq.EVENT_DISCONNECTED), heard=now)
             for rank, push in pushes.items()
         }
-        self._number = 0
+        self._watch = watch
+        self._interpreter = interpreter
+        self._standstill = Standstill()
+        self._number = self._last_step = 0
         self._pending: dict[int, _Pending] = {}
         self._changed = threading.Condition()
         self._sending = threading.Lock()
@@ -95,41 +106,38 @@ class LeaderChannel:
             for one in self._ranks.values():
                 one.heard = time.monotonic()
             self._welcomed = True
+        self._beat_interpreter()
         self._send(self._ranks, Kind.WELCOME, 0, None)
 
-    def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = (), is_long: bool = False) -> int:
+    def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = ()) -> int:
         """Send an order to every rank, in the order of calls. Returns its number.
 
         answers: ranks that will answer; collect() has to be called for it then.
-        is_long: the order may keep a rank from showing any sign of life.
         """
         missing = set(answers) - {0}
         with self._sending:
             self._number += 1
             number = self._number
-            if missing:
-                with self._changed:
-                    self._pending[number] = _Pending(missing, is_long)
+            with self._changed:
+                if missing:
+                    self._pending[number] = _Pending(missing, is_long=kind is Kind.LONG_COMMAND)
+                if kind is Kind.STEP:
+                    self._last_step = number
+            if kind is Kind.LONG_COMMAND:
+                self._beat_interpreter()
             self._send_now(self._ranks, kind, number, body)
         return number
 
-    def collect(self, number: int, *, stall_seconds: float | None = None) -> dict[int, Any]:
-        """The answers to order `number`, by rank. Raises the RankError that ends the engine, if one comes first.
-
-        stall_seconds: when no answer and no progress came for so long, the rank that is behind is lost.
-        """
+    def collect(self, number: int) -> dict[int, Any]:
+        """The answers to order `number`, by rank. Raises the RankError that ends the engine, if one comes first."""
         with self._changed:
             pending = self._pending.get(number)
             if pending is None:
                 return {}
-            seen, since = self._progress(), time.monotonic()
-            while pending.missing and self.failure is None:
-                self._changed.wait(timeout=BEAT_SECONDS)
-                if self._progress() != seen:
-                    seen, since = self._progress(), time.monotonic()
-                elif stall_seconds is not None and time.monotonic() - since > stall_seconds:
-                    self._lose(self._behind(number), _STALLED)
+            self._changed.wait_for(lambda: not pending.missing or self.failure is not None)
             del self._pending[number]
+            if pending.is_long:
+                self._beat_interpreter()
             if pending.missing and self.failure is not None:
                 raise self.failure
             return pending.answers
@@ -140,7 +148,9 @@ class LeaderChannel:
         """
         with self._changed:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
-                self._lose(self._behind(number), _STALLED)
+                reports = self._reports()
+                rank = behind(number, reports)
+                self._lose(rank, f"the others waited for it in an exchange that failed; it is in {reports[rank].place}")
             assert self.failure is not None
             return self.failure
 
@@ -161,6 +171,8 @@ class LeaderChannel:
         self._wait_until_all_are_gone(FAREWELL_SECONDS)
         self._ended = True
         self._thread.join()
+        if self._interpreter is not None:
+            self._interpreter.end()
         for one in self._ranks.values():
             one.push.disable_monitor()
             one.monitor.close(linger=0)
@@ -184,17 +196,17 @@ class LeaderChannel:
             with contextlib.suppress(zmq.Again):  # its connection has ended, which the monitor tells
                 self._ranks[rank].push.send_multipart(frames, zmq.NOBLOCK)
 
-    def _progress(self) -> tuple[Progress, ...]:
-        return tuple(one.progress for one in self._ranks.values())
+    def _reports(self) -> dict[int, Report]:
+        return {0: self._watch.report(), **{rank: one.report for rank, one in self._ranks.items()}}
 
-    def _behind(self, number: int) -> int:
-        """The rank that the others wait for in order `number`: it has not done it, and is not waiting itself."""
+    def _does_long(self) -> bool:
+        """Whether an order is under way that may hold interpreters, this one's as well."""
+        with self._changed:
+            return any(pending.is_long for pending in self._pending.values())
 
-        def lateness(rank: int) -> tuple[bool, bool, int]:
-            done, exchanges, is_waiting = self._ranks[rank].progress
-            return done >= number, is_waiting, exchanges
-
-        return min(self._ranks, key=lateness)
+    def _beat_interpreter(self) -> None:
+        if self._interpreter is not None and self._welcomed:
+            self._interpreter.beat(is_long=self._does_long())
 
     # --- its thread ---------------------------------------------------------------------------------------------
 
@@ -214,8 +226,10 @@ class LeaderChannel:
                     self._disconnected(monitors[socket])
             if time.monotonic() >= beat_at:
                 beat_at = time.monotonic() + BEAT_SECONDS
-                self._send(self._ranks, Kind.BEAT, 0, None)
+                self._beat_interpreter()
+                self._send(self._ranks, Kind.BEAT, 0, self._does_long())
                 self._look_for_hung_ranks()
+                self._look_at_steps()
 
     def _receive(self) -> None:
         while True:
@@ -232,8 +246,7 @@ class LeaderChannel:
     def _take(self, kind: Kind, rank: int, number: int, body: Any) -> None:
         """`_changed` is held."""
         if kind is Kind.BEAT:
-            done, exchanges, is_waiting = body
-            self._ranks[rank].progress = (done, exchanges, is_waiting)
+            self._ranks[rank].report = Report.from_wire(body)
         elif kind is Kind.ANSWER:
             pending = self._pending.get(number)
             if pending is not None:
@@ -265,10 +278,21 @@ class LeaderChannel:
                 if rank in busy:
                     one.heard = now
                 elif self._welcomed and now - one.heard > HANG_SECONDS:
-                    self._lose(rank, f"its interpreter has not answered for {HANG_SECONDS:g} s")
+                    self._lose(rank, HUNG)
                     self._changed.notify_all()
             if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
                 self._lose(self._suspect[0], self._suspect[1])
+                self._changed.notify_all()
+
+    def _look_at_steps(self) -> None:
+        cause = self._watch.look()
+        with self._changed:
+            if cause is not None:
+                self._lose(0, cause)
+            stands = self._standstill.look(self._last_step, self._reports(), now=time.monotonic())
+            if stands is not None:
+                self._lose(*stands)
+            if self.failure is not None:
                 self._changed.notify_all()
 
     def _lose(self, rank: int, cause: str) -> None:

@@ -2,25 +2,32 @@
 
 PUSH and PULL, one pair a direction and rank: nothing is lost to a late joiner, and an idle rank blocks in receive. Two
 watches run beside: ZeroMQ's own heartbeats, whose I/O thread beats whatever Python does, end the connection of a
-process that is gone, stopped or cut off; messages every half second tell how far a rank has come. No torch.
+process that is gone, stopped or cut off; messages every half second tell that an interpreter lives, and how far its
+rank has come. No torch.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any
 
 import zmq
+
+from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 3.0
 """A connection over which nothing came for so long is closed, and its rank is lost."""
+HUNG = f"its interpreter has not answered for {HANG_SECONDS:g} s"
 DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE_SECONDS:g} s, or cut off"
 
 
 class Kind(IntEnum):
-    """From rank 0: STEP, COMMAND, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE."""
+    """From rank 0: STEP, COMMAND, LONG_COMMAND, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+
+    LONG_COMMAND: an interpreter may show no sign of life until it is done.
+    """
 
     STEP = 1
     COMMAND = 2
@@ -31,6 +38,7 @@ class Kind(IntEnum):
     ANSWER = 7
     FAILED = 8
     LEAVE = 9
+    LONG_COMMAND = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +48,6 @@ class Order:
     kind: Kind
     number: int
     body: Any
-
-
-Progress: TypeAlias = tuple[int, int, bool]
-"""How far a rank has come: the last order it has done, the exchanges it has entered, whether it waits in one."""
 
 
 def push_socket(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:

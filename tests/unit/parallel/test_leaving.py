@@ -11,6 +11,8 @@ import zmq
 from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.plan_channel import Kind
 from megatron_runtime.parallel.plan_codec import pack, unpack
+from megatron_runtime.parallel.step_progress import StepProgress
+from megatron_runtime.parallel.step_watch import StepWatch
 
 
 @pytest.fixture
@@ -34,7 +36,8 @@ def test_a_signal_amid_a_message_is_handed_on(rank_0: tuple[zmq.Socket[bytes], z
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     pull.connect("inproc://orders")
     push.connect("inproc://messages")
-    channel = FollowerChannel(1, pull=pull, push=push, exchanges=lambda: (0, False), on_lost=pytest.fail)
+    watch = StepWatch(StepProgress(), step_timeout_seconds=60)
+    channel = FollowerChannel(1, pull=pull, push=push, watch=watch, on_lost=pytest.fail)
     orders.send_multipart([pack([int(Kind.WELCOME), 0, 0]), pack(None)])
     channel.start(timeout_seconds=20)
     before = signal.signal(signal.SIGUSR1, lambda *_: channel.leave())

@@ -70,13 +70,45 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
         assert last_words(tmp_path, rank)["message"] == "rank 1: execute_part fails as told"
 
 
-def test_a_step_that_never_ends_on_one_rank_ends_the_engine(start, told: dict[str, Any], tmp_path: Path) -> None:
-    engine = start({**told, "pipeline": 2, "hang": 1, "step_timeout_seconds": 4})
-    assert engine.exit_codes() == [1, 1, 1, 1]
-    for rank in range(4):
-        assert last_words(tmp_path, rank)["message"] == (
-            "rank 1: it has not got on in a step, and the others waited for it"
-        )
+@pytest.mark.parametrize(
+    ("rank", "how", "seen"), [(1, "blocks", "blocked, at threading.py"), (0, "loops", "computing, which took less")]
+)
+def test_a_rank_whose_step_does_not_get_on_ends_the_engine(
+    start, told: dict[str, Any], tmp_path: Path, rank: int, how: str, seen: str
+) -> None:
+    engine = start({**told, "forever": True, "hang": [rank, how, 9]})
+    assert engine.exit_codes() == [1, 1]
+    for each in (0, 1):
+        said = last_words(tmp_path, each)
+        assert (said["reason"], said["rank"]) == ("RankLost", rank)
+        assert said["message"].startswith(f"rank {rank}: it has not got on for ")
+        assert f" s in layer 1 of step 10: it is {seen}" in said["message"]
+
+
+def test_a_rank_that_computes_for_ever_outside_of_python_ends_the_engine(
+    start, told: dict[str, Any], tmp_path: Path
+) -> None:
+    engine = start({**told, "tensor": 1, "pipeline": 2, "forever": True, "hang": [0, "computes for ever", 9]})
+    assert engine.exit_codes() == [1, 1]
+    assert "in layer 1 of step 10: it is computing, which took less" in last_words(tmp_path, 1)["message"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_interpreter_that_hangs_ends_the_engine_and_says_where(
+    start, told: dict[str, Any], tmp_path: Path, rank: int
+) -> None:
+    engine = start({**told, "forever": True, "hang": [rank, "holds the interpreter", 9]})
+    assert engine.exit_codes() == [1, 1]
+    said = last_words(tmp_path, 1 - rank)
+    assert (said["reason"], said["rank"]) == ("RankLost", rank)
+    assert said["message"] == f"rank {rank}: its interpreter has not answered for 3 s"
+    assert "in begin_and_hang" in (tmp_path / f"rank-{rank}").read_text()
+
+
+def test_a_slow_step_is_waited_for(start, told: dict[str, Any], tmp_path: Path) -> None:
+    engine = start({**told, "hang": [1, "computes", 1]})
+    assert {index: len(answer["tokens"]) for index, answer in engine.told().items()} == {0: 12, 1: 12}
+    assert engine.exit_codes() == [0, 0]
 
 
 def test_an_order_that_one_rank_cannot_do_is_undone_and_can_be_given_again(start, told: dict[str, Any]) -> None:

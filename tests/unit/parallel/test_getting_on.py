@@ -1,0 +1,148 @@
+"""Which rank does not get on: told from one that is slow, waits for others, or whose network carries data."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from megatron_runtime.parallel import step_watch
+from megatron_runtime.parallel.standstill import STANDSTILL_SECONDS, Standstill
+from megatron_runtime.parallel.step_progress import Phase, Report, StepProgress
+from megatron_runtime.parallel.step_watch import StepWatch
+
+WAITS = Report(done=4, signs=9, exchanges=7, phase=Phase.EXCHANGING, place="exchange 7, of layer 2, of step 5")
+COMPUTES = Report(done=4, signs=9, exchanges=6, phase=Phase.COMPUTING, place="layer 2 of step 5")
+
+
+def standstill(before: dict[int, Report], after: dict[int, Report], *, order: int = 5) -> tuple[int, str] | None:
+    """What is said when `before` has been seen just now, and `after` a good while later."""
+    watch = Standstill()
+    assert watch.look(order, before, now=10.0) is None
+    return watch.look(order, after, now=10.0 + STANDSTILL_SECONDS)
+
+
+def test_ranks_that_all_wait_for_each_other_are_named_with_the_last_of_them() -> None:
+    last = Report(done=4, signs=8, exchanges=5, phase=Phase.EXCHANGING, place="exchange 5, of layer 1, of step 5")
+    found = standstill({0: WAITS, 1: last}, {0: WAITS, 1: last})
+    assert found is not None
+    rank, cause = found
+    assert rank == 1
+    assert "no rank has got on for 3.0 s" in cause
+    assert "rank 0 is in exchange 7, of layer 2, of step 5; rank 1 is in exchange 5, of layer 1, of step 5" in cause
+
+
+def test_a_rank_that_does_not_begin_is_named() -> None:
+    found = standstill({0: WAITS, 1: Report(done=4)}, {0: WAITS, 1: Report(done=4)})
+    assert found is not None
+    assert found[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({0: WAITS, 1: COMPUTES}, {0: WAITS, 1: COMPUTES}),  # it judges itself
+        ({0: WAITS, 1: Report(4, 8, 7, Phase.EXCHANGING, "")}, {0: WAITS, 1: WAITS}),  # one gets on
+        ({0: Report(done=5), 1: Report(done=5)}, {0: Report(done=5), 1: Report(done=5)}),  # there is no step
+    ],
+    ids=["one computes", "one gets on", "idle"],
+)
+def test_ranks_that_may_get_on_are_waited_for(before: dict[int, Report], after: dict[int, Report]) -> None:
+    assert standstill(before, after) is None
+
+
+@contextmanager
+def step(progress: StepProgress, work: float, do: threading.Event | None) -> Iterator[None]:
+    """A step on a thread of its own: it computes, or waits for `do`, until the block ends."""
+    over = threading.Event()
+
+    def run() -> None:
+        progress.begin(progress.done + 1)
+        progress.begin_batch(work)
+        progress.reach("layer", 3)
+        while not over.is_set():
+            if do is not None:
+                do.wait()
+        progress.end(progress.done + 1)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        if do is not None:
+            do.set()
+        thread.join()
+
+
+@pytest.fixture
+def watch(monkeypatch: pytest.MonkeyPatch) -> StepWatch:
+    """Of a rank whose last step took about a hundredth of a second a token."""
+    monkeypatch.setattr(step_watch, "STUCK_SECONDS", 0.2)
+    progress = StepProgress()
+    progress.begin(1)
+    progress.begin_batch(1.0)
+    time.sleep(0.01)
+    progress.end(1)
+    return StepWatch(progress, step_timeout_seconds=600)
+
+
+def looked(watch: StepWatch, seconds: float) -> str | None:
+    """The first thing that is wrong within about so many seconds of this thread's time."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        cause = watch.look()
+        if cause is not None:
+            return cause
+        time.sleep(0.05)
+    return None
+
+
+def test_a_step_that_takes_far_more_than_those_before_is_stuck(watch: StepWatch) -> None:
+    with step(watch.progress, 1.0, None):
+        cause = looked(watch, 60)
+    assert cause is not None
+    assert "in layer 3 of step 2: it is computing, which took less than" in cause
+    assert ", at " in cause  # where its program is
+
+
+def test_a_step_with_far_more_work_than_those_before_is_slow(watch: StepWatch) -> None:
+    with step(watch.progress, 10_000.0, None):
+        assert looked(watch, 1.5) is None
+
+
+def test_the_first_step_has_nothing_to_compare_with_but_the_step_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_watch, "STUCK_SECONDS", 0.2)
+    progress = StepProgress()
+    with step(progress, 1.0, None):
+        assert looked(StepWatch(progress, step_timeout_seconds=600), 1.0) is None
+        assert "it is computing, at" in str(looked(StepWatch(progress, step_timeout_seconds=0.3), 60))
+
+
+def test_a_step_that_does_nothing_is_stuck_from_the_first_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step_watch, "STUCK_SECONDS", 0.2)
+    progress = StepProgress()
+    with step(progress, 1.0, threading.Event()):
+        assert "it is blocked, at threading.py" in str(looked(StepWatch(progress, step_timeout_seconds=600), 60))
+
+
+def test_what_is_carried_in_an_exchange_is_a_sign_that_it_gets_on() -> None:
+    progress = StepProgress()
+    watch = StepWatch(progress, step_timeout_seconds=600)
+    progress.begin(1)
+    with progress.exchange():
+        for _ in range(2):
+            watch.look()
+        still = watch.report()
+        assert (still.phase, still.exchanges) == (Phase.EXCHANGING, 1)
+        assert watch.look() is None
+        assert watch.report() == still
+        with open(os.devnull, "wb") as drain:
+            drain.write(bytes(step_watch.TRAFFIC_BYTES + 1))
+        assert watch.look() is None
+        assert watch.report().signs > still.signs
