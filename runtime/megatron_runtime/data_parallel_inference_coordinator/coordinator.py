@@ -25,7 +25,6 @@ from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
 from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, OnMessage, PeerId, Transport
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
-from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
     Error,
@@ -201,9 +200,6 @@ class Coordinator:
     def receive(self, peer: PeerId, frames: Frames) -> None:
         """A message arrived. Nothing that anyone sends raises here."""
         try:
-            if peer[0] == Role.CLIENT and sum(map(len, frames)) > limits.MAX_CLIENT_MESSAGE_BYTES:
-                self.reject(peer, "too_large", ErrorCode.TOO_LARGE, f"at most {limits.MAX_CLIENT_MESSAGE_BYTES} bytes")
-                return
             self._handle(peer, decode(frames), frames)
         except MalformedMessageError as error:
             self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))

@@ -100,9 +100,10 @@ class Dispatcher:
         entry = Entry(
             uid, client, meta, prompt, params, bytearray(generated), now, deadline, client.model, plain_id=plain_id
         )
-        entry.forwarded = entry.held = entry.tokens_so_far
-        if len(self.queue) >= self._settings.max_queued:
-            self._refuse_full(entry, f"{len(self.queue)} requests wait for an engine already")
+        if generated:
+            entry.forwarded = entry.held = entry.tokens_so_far
+        if self.queue.length >= self._settings.max_queued:
+            self._refuse_full(entry, f"{self.queue.length} requests wait for an engine already")
             return
         if not self.journal.add(entry):
             self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
@@ -111,7 +112,7 @@ class Dispatcher:
         if meta.engine:
             self._dispatch_pinned(entry)
             return
-        if not self.queue and self._may_dispatch() and (candidates := self._candidates()):
+        if not self.queue.length and self._may_dispatch() and (candidates := self._candidates()):
             self._offer(entry, candidates)  # who need not wait does not pass through the queue
             if entry.engine is not None:
                 return
@@ -161,7 +162,7 @@ class Dispatcher:
 
     def pump(self) -> None:
         """Give engines what they have room for."""
-        while self.queue and self._may_dispatch():
+        while self.queue.length and self._may_dispatch():
             candidates = self._candidates()
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
@@ -197,7 +198,7 @@ class Dispatcher:
             dispatch_id,
             entry.uid,
             entry.client.route,
-            self._meta_now(entry),
+            entry.meta if entry.deadline is None else self._meta_now(entry, entry.deadline),
             entry.prompt,
             bytes(entry.generated),
             entry.params,
@@ -213,7 +214,7 @@ class Dispatcher:
         elif sent is Sent.FULL:
             engine.full = True
         else:
-            if self.queue:
+            if self.queue.length:
                 self.queue.discard(entry)
             entry.engine, entry.dispatch_id = engine, dispatch_id
             entry.dispatched_bytes = len(entry.generated)
@@ -222,10 +223,8 @@ class Dispatcher:
             if entry.deadline is not None or entry.slot is not None:
                 self.deadlines.set(entry, entry.deadline)
 
-    def _meta_now(self, entry: Entry) -> RequestMeta:
-        if entry.deadline is None:
-            return entry.meta
-        left = max(0, int((entry.deadline - self._clock.time()) * 1000))
+    def _meta_now(self, entry: Entry, deadline: float) -> RequestMeta:
+        left = max(0, int((deadline - self._clock.time()) * 1000))
         return entry.meta._replace(deadline_ms=left)
 
     def release(self, engine: Engine) -> None:
@@ -281,7 +280,7 @@ class Dispatcher:
 
     def forget(self, entry: Entry) -> None:
         """The request is over, whatever the reason. Does not pump: the caller may have more to end."""
-        if self.queue:
+        if self.queue.length:
             self.queue.discard(entry)
         if entry.slot is not None:
             self.deadlines.set(entry, None)

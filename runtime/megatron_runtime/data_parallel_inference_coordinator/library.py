@@ -22,6 +22,7 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import (
 from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, Sent
 from megatron_runtime.wire import states
 from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.messages import tokens_to_bytes
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -155,7 +156,8 @@ class DataParallelInferenceCoordinator:
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
         """Block hashes of a prompt; none when prefix caching is off or the prompt is shorter than a block."""
         tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
-        return self._coordinator.router.hashes_of(list(tokens), self._coordinator.engines.serving())
+        frame = tokens_to_bytes(list(tokens))
+        return self._coordinator.router.hashes_of(frame, self._coordinator.engines.serving())
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
         """The identity of the engine for a prompt with these block hashes."""

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_runtime.config import RoutingPolicy
-from megatron_runtime.data_parallel_inference_coordinator.records import Engine
-from megatron_runtime.wire.messages import tokens_from_bytes
+from megatron_runtime.data_parallel_inference_coordinator.records import TOKEN_BYTES, Engine
 
 MAX_KNOWN_BLOCKS = 1 << 16
 """Blocks remembered of each engine; of the least recently routed prompt the last is forgotten first."""
@@ -54,23 +53,20 @@ class Router:
         self._last_index = -1
         self._turn = 0
 
-    def hashes_of(
-        self, prompt: bytes | Sequence[int], candidates: Sequence[Engine] = (), *, salt: str = ""
-    ) -> list[int]:
-        """Block hashes of a prompt, or none where the policy has no use for them."""
+    def hashes_of(self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "") -> list[int]:
+        """Block hashes of a prompt (little-endian int32), or none where the policy has no use for them."""
         if not self._by_prefix:
             return []
-        size = self._block_size or next((engine.block_size_tokens for engine in candidates), 0)
+        size = self._block_size or (candidates[0].block_size_tokens if candidates else 0)
         if size < 1:
             return []
         if self._hash is None:
-            from megatron_runtime.hashing import block_hashes  # NumPy: see wire/codec.py
+            from megatron_runtime.hashing import frame_hashes  # NumPy: see wire/codec.py
 
-            self._hash = block_hashes
-        tokens = tokens_from_bytes(prompt) if isinstance(prompt, bytes) else prompt
+            self._hash = frame_hashes
         if self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
-            tokens = tokens[:size]
-        return self._hash(tokens, size, salt=salt.encode())
+            prompt = prompt[: size * TOKEN_BYTES]
+        return self._hash(prompt, size, salt=salt)
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""
@@ -80,11 +76,12 @@ class Router:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
 
         best, best_score, best_given = candidates[0], -1.0, 0
+        alpha, blocks = self._alpha, len(hashes)
         for engine in candidates:
             depth, given = self._match(engine, hashes)
             slots = engine.max_requests
-            free = max(0, slots - len(engine.in_flight)) / slots
-            score = self._alpha * depth / len(hashes) + (1 - self._alpha) * free
+            waiting = len(engine.in_flight)
+            score = alpha * depth / blocks + (1 - alpha) * (slots - waiting if waiting < slots else 0) / slots
             if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
                 best, best_score, best_given = engine, score, given
         return best
@@ -144,8 +141,8 @@ class Router:
         held = self._held.get(engine.index)
         # Blocks are chained: who does not hold the first has no use for a deeper one.
         if held and hashes[0] in held:
-            for position in range(len(hashes) - 1, -1, -1):
-                given = held.get(hashes[position])
+            for depth in range(len(hashes), 0, -1):
+                given = held.get(hashes[depth - 1])
                 if given is not None:
-                    return position + 1, given
+                    return depth, given
         return 0, 0

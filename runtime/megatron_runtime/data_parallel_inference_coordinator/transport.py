@@ -154,14 +154,12 @@ class Transport:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise BindError(error.errno, f"cannot bind {address} ({error.strerror}): choose another port") from error
-        event_socket = EventSocket(socket, lambda frames: self._receive(port, frames))
+        receive = self._on_message
+        event_socket = EventSocket(socket, lambda frames: receive((port, frames.pop(0)), frames))
         self._sockets[port] = event_socket
         event_socket.start()
         endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
         return endpoint.rstrip(b"\0").decode()
-
-    def _receive(self, port: int, frames: list[bytes]) -> None:
-        self._on_message((port, frames[0]), frames[1:])
 
 
 def _key_role(port: int) -> Role:

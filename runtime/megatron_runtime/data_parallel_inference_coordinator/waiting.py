@@ -22,13 +22,10 @@ class WaitingQueue:
 
     def __init__(self) -> None:
         self._lanes: dict[tuple[int, str], OrderedDict[bytes, Entry]] = {}
-        self._length = 0
+        self.length = 0
 
     def __len__(self) -> int:
-        return self._length
-
-    def __bool__(self) -> bool:
-        return self._length > 0
+        return self.length
 
     def add(self, entry: Entry, *, first: bool = False) -> None:
         """`first`: before all of its priority."""
@@ -36,12 +33,12 @@ class WaitingQueue:
         lane[entry.uid] = entry
         if first:
             lane.move_to_end(entry.uid, last=False)
-        self._length += 1
+        self.length += 1
 
     def discard(self, entry: Entry) -> None:
         lane = self._lanes.get(_lane_of(entry))
         if lane is not None and lane.pop(entry.uid, None) is not None:
-            self._length -= 1
+            self.length -= 1
             if not lane:
                 del self._lanes[_lane_of(entry)]
 

@@ -24,7 +24,7 @@ class MalformedMessageError(ValueError):
 
 
 def pack(value: Any) -> bytes:
-    return msgpack.packb(value, use_bin_type=True)
+    return msgpack.Packer().pack(value)  # packb() is a function in Python over just this
 
 
 def unpack(data: bytes) -> Any:

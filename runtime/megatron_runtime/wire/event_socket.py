@@ -59,14 +59,16 @@ class EventSocket:
         Raises:
             zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer is gone.
         """
+        more = len(frames)
         try:
-            for frame in frames[:-1]:
-                self._send_frame(frame, _NOBLOCK_MORE, True)
-            self._send_frame(frames[-1], _NOBLOCK, True)
+            for frame in frames:
+                more -= 1
+                self._send_frame(frame, _NOBLOCK_MORE if more else _NOBLOCK, True)
         except zmq.Again:
             return False
         finally:
-            self._schedule_drain()
+            if not self._drain_scheduled:
+                self._schedule_drain()
         return True
 
     def sender_key(self) -> bytes:
@@ -80,11 +82,12 @@ class EventSocket:
 
     def _receive(self) -> list[bytes]:
         # Of a routing id it is known that more follows; a Frame, which says so of others, takes three times as long.
-        frames = [self._receive_frame(_NOBLOCK, True)] if self._has_routing_ids else []
-        frame = self._head = self._receive_frame(_NOBLOCK, False)
+        receive = self._receive_frame
+        frames = [receive(_NOBLOCK, True)] if self._has_routing_ids else []
+        frame = self._head = receive(_NOBLOCK, False)
         frames.append(frame.bytes)
         while frame.more:
-            frame = self._receive_frame(_NOBLOCK, False)
+            frame = receive(_NOBLOCK, False)
             frames.append(frame.bytes)
         return frames
 

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-MAX_FRAMES = 8
-"""Frames of one message, routing identity left out."""
-MAX_HEADER_BYTES = 1 << 20
-"""Size of the first frame of an extended message."""
 MAX_CLIENT_MESSAGE_BYTES = 8 << 20
 MAX_ENGINE_MESSAGE_BYTES = 64 << 20
 MAX_NAME_BYTES = 128

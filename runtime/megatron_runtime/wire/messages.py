@@ -1,7 +1,7 @@
 """All messages of docs/protocol.md, and `decode`, which reads any of them.
 
-Two shapes. Control messages are one frame, `[header, map]`. Messages of the request path are a small header frame
-followed by opaque body frames, so that a coordinator forwards them without parsing.
+A message is one frame, a list. That of a control message is `[header, map]`; those of the request path have bodies
+that are bytes in bytes, so that a coordinator forwards them without parsing.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from megatron_runtime.wire import control_messages, limits, request_messages
+from megatron_runtime.wire import control_messages, request_messages
 from megatron_runtime.wire.codec import (
     Frames,
     MalformedMessageError,
@@ -104,20 +104,18 @@ def decode(frames: Sequence[bytes]) -> Message:
     Raises:
         MalformedMessageError: for anything that is not a message, and for nothing else.
     """
-    if not 1 <= len(frames) <= limits.MAX_FRAMES:
-        raise MalformedMessageError(f"{len(frames)} frames: want 1 to {limits.MAX_FRAMES}")
-    head = frames[0]
-    if not head:
+    if len(frames) != 1:
+        raise MalformedMessageError(f"{len(frames)} frames: want one")
+    frame = frames[0]
+    if not frame:
         return Plain([])
-    if len(head) > limits.MAX_HEADER_BYTES and len(frames) > 1:
-        raise MalformedMessageError(f"header frame of {len(head)} bytes: at most {limits.MAX_HEADER_BYTES}")
-    items = unpack(head)
-    if not isinstance(items, list) or not items or type(items[0]) is not int:
-        raise MalformedMessageError(f"first frame {items!r:.80}: want a list that begins with an integer header")
+    items = unpack(frame)
+    if type(items) is not list or not items or type(items[0]) is not int:
+        raise MalformedMessageError(f"frame {items!r:.80}: want a list that begins with an integer header")
     number = items[0]
     reader = request_messages.DECODERS.get(number)
     if reader is not None:
-        return reader(items, frames)
+        return reader(items)
     if number in control_messages.HEADERS:
         return control_messages.decode_control(number, items)
     if number >= Header.HELLO:

@@ -1,4 +1,4 @@
-"""Messages of the request path: a small header frame and opaque bodies, which a coordinator forwards unparsed.
+"""Messages of the request path: a list of small fields and opaque bodies, which a coordinator forwards unparsed.
 
 Named tuples: they are made for every message, and a frozen dataclass takes three times as long.
 """
@@ -6,13 +6,16 @@ Named tuples: they are made for every message, and a frozen dataclass takes thre
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack
 from megatron_runtime.wire.headers import Header
+
+_SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
+_PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
 class RequestMeta(NamedTuple):
@@ -67,8 +70,8 @@ class Submit(NamedTuple):
     params: bytes
 
     def to_frames(self) -> Frames:
-        head = pack([int(Header.SUBMIT), self.uid, self.meta.items()])
-        return [head, self.prompt, self.generated, self.params]
+        uid, meta, prompt, generated, params = self
+        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params))]
 
 
 class Dispatch(NamedTuple):
@@ -83,8 +86,8 @@ class Dispatch(NamedTuple):
     params: bytes
 
     def to_frames(self) -> Frames:
-        head = pack([int(Header.DISPATCH), self.dispatch_id, self.uid, self.route, self.meta.items()])
-        return [head, self.prompt, self.generated, self.params]
+        dispatch_id, uid, route, meta, prompt, generated, params = self
+        return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
 
 
 class PartialEntry(NamedTuple):
@@ -111,7 +114,7 @@ class Partial(NamedTuple):
 
     def to_frames(self) -> Frames:
         index = b"".join(_ENTRY.pack(e.uid, e.dispatch_id, e.offset, e.count) for e in self.entries)
-        return [pack([int(Header.PARTIAL), self.route]), index, self.tokens, self.extras]
+        return [pack((_PARTIAL, self.route, index, self.tokens, self.extras))]
 
 
 class Final(NamedTuple):
@@ -125,7 +128,7 @@ class Final(NamedTuple):
     """msgpack map; see docs/protocol.md."""
 
     def to_frames(self) -> Frames:
-        return [pack([int(Header.FINAL), self.dispatch_id, self.uid]), self.tokens, self.reply]
+        return [pack((_FINAL, *self))]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,16 +151,11 @@ class EvictedBlocks:
     """Its whole index went: other weights, or the memory was given back."""
 
     def to_frames(self) -> Frames:
-        return [pack([int(Header.EVICTED_BLOCKS), {"cleared": self.cleared}]), self.hashes]
-
-
-def _expect_frames(name: str, frames: Sequence[bytes], count: int) -> None:
-    if len(frames) != count:
-        raise MalformedMessageError(f"{name} of {len(frames)} frames: want {count}")
+        return [pack((int(Header.EVICTED_BLOCKS), {"cleared": self.cleared}, self.hashes))]
 
 
 def _uid(value: Any) -> bytes:
-    if not isinstance(value, bytes) or len(value) != limits.UID_BYTES:
+    if type(value) is not bytes or len(value) != limits.UID_BYTES:
         raise MalformedMessageError(f"uid {value!r:.60}: want {limits.UID_BYTES} bytes")
     return value
 
@@ -168,61 +166,60 @@ def _u64(name: str, value: Any) -> int:
     return value
 
 
-def _check_tokens(*frames: bytes) -> None:
-    for frame in frames:
-        if len(frame) % 4:
-            raise MalformedMessageError(f"token frame of {len(frame)} bytes: want a multiple of 4 (int32)")
+def _body(name: str, value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
+    return value
 
 
-def _decode_submit(items: list[Any], frames: Sequence[bytes]) -> Submit:
-    _expect_frames("SUBMIT", frames, 4)
-    if len(items) >= 3:
-        meta = RequestMeta.from_list(items[2])
-        _check_tokens(*(() if meta.text else (frames[1],)), frames[2])
-        return Submit(_uid(items[1]), meta, frames[1], frames[2], frames[3])
-    raise MalformedMessageError("SUBMIT header: want [114, uid, meta]")
+def _tokens(name: str, value: Any) -> bytes:
+    if type(value) is not bytes or len(value) % 4:
+        raise MalformedMessageError(f"{name} {value!r:.60}: want bytes, a multiple of 4 of them (int32)")
+    return value
 
 
-def _decode_dispatch(items: list[Any], frames: Sequence[bytes]) -> Dispatch:
-    _expect_frames("DISPATCH", frames, 4)
-    match items:
-        case [_, dispatch_id, uid, route, meta, *_]:
-            _check_tokens(frames[1], frames[2])
-            return Dispatch(
-                _u64("dispatch id", dispatch_id),
-                _uid(uid),
-                _u64("route", route),
-                RequestMeta.from_list(meta),
-                frames[1],
-                frames[2],
-                frames[3],
-            )
-    raise MalformedMessageError("DISPATCH header: want [111, dispatch_id, uid, route, meta]")
+def _decode_submit(items: list[Any]) -> Submit:
+    if len(items) < 6:
+        raise MalformedMessageError("SUBMIT: want [114, uid, meta, prompt, generated, params]")
+    meta = RequestMeta.from_list(items[2])
+    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
+    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
 
 
-def _decode_partial(items: list[Any], frames: Sequence[bytes]) -> Partial:
-    _expect_frames("PARTIAL", frames, 4)
-    if len(items) < 2:
-        raise MalformedMessageError("PARTIAL header: want [112, route]")
-    if len(frames[1]) % _ENTRY.size:
-        raise MalformedMessageError(f"PARTIAL index of {len(frames[1])} bytes: want a multiple of {_ENTRY.size}")
-    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(frames[1])))
+def _decode_dispatch(items: list[Any]) -> Dispatch:
+    if len(items) < 8:
+        raise MalformedMessageError("DISPATCH: want [111, dispatch_id, uid, route, meta, prompt, generated, params]")
+    return Dispatch(
+        _u64("dispatch id", items[1]),
+        _uid(items[2]),
+        _u64("route", items[3]),
+        RequestMeta.from_list(items[4]),
+        _tokens("prompt", items[5]),
+        _tokens("generated", items[6]),
+        _body("params", items[7]),
+    )
+
+
+def _decode_partial(items: list[Any]) -> Partial:
+    if len(items) < 5:
+        raise MalformedMessageError("PARTIAL: want [112, route, index, tokens, extras]")
+    index, tokens = _body("index", items[2]), _body("tokens", items[3])
+    if len(index) % _ENTRY.size:
+        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
+    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
     total = sum([entry[3] for entry in entries])
-    if len(frames[2]) != 4 * total:
-        raise MalformedMessageError(f"PARTIAL carries {len(frames[2])} token bytes: its index says {4 * total}")
-    return Partial(_u64("route", items[1]), entries, frames[2], frames[3])
+    if len(tokens) != 4 * total:
+        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {4 * total}")
+    return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]))
 
 
-def _decode_final(items: list[Any], frames: Sequence[bytes]) -> Final:
-    _expect_frames("FINAL", frames, 3)
-    if len(items) >= 3:
-        _check_tokens(frames[1])
-        return Final(_u64("dispatch id", items[1]), _uid(items[2]), frames[1], frames[2])
-    raise MalformedMessageError("FINAL header: want [113, dispatch_id, uid]")
+def _decode_final(items: list[Any]) -> Final:
+    if len(items) < 5:
+        raise MalformedMessageError("FINAL: want [113, dispatch_id, uid, tokens, reply]")
+    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
 
 
-def _decode_abort(items: list[Any], frames: Sequence[bytes]) -> Abort:
-    _expect_frames("ABORT_REQUEST", frames, 1)
+def _decode_abort(items: list[Any]) -> Abort:
     if len(items) < 2:
         raise MalformedMessageError("ABORT_REQUEST: want [23, id]")
     if isinstance(items[1], bytes):
@@ -230,20 +227,17 @@ def _decode_abort(items: list[Any], frames: Sequence[bytes]) -> Abort:
     return Abort(_u64("id", items[1]))
 
 
-def _decode_evicted(items: list[Any], frames: Sequence[bytes]) -> EvictedBlocks:
-    _expect_frames("EVICTED_BLOCKS", frames, 2)
-    if len(frames[1]) % 8:
-        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(frames[1])} bytes: want a multiple of 8 (int64)")
+def _decode_evicted(items: list[Any]) -> EvictedBlocks:
     match items:
-        case [_, {"cleared": bool(cleared)}, *_]:
-            return EvictedBlocks(frames[1], cleared)
-        case [_, {**rest}, *_] if "cleared" not in rest:
-            return EvictedBlocks(frames[1])
-    raise MalformedMessageError("EVICTED_BLOCKS header: want [108, {cleared}]")
+        case [_, dict(fields), bytes(hashes), *_] if type(fields.get("cleared", False)) is bool:
+            if len(hashes) % 8:
+                raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
+            return EvictedBlocks(hashes, fields.get("cleared", False))
+    raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
 
 
 RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | EvictedBlocks
-DECODERS: dict[int, Callable[[list[Any], Sequence[bytes]], RequestMessage]] = {
+DECODERS: dict[int, Callable[[list[Any]], RequestMessage]] = {
     int(Header.EVICTED_BLOCKS): _decode_evicted,
     int(Header.SUBMIT): _decode_submit,
     int(Header.DISPATCH): _decode_dispatch,

@@ -137,10 +137,10 @@ VECTORS: dict[str, Vector] = {
 
 
 def as_markdown() -> str:
-    rows = ["| message | frames, hexadecimal, `·` between frames, `–` an empty frame |", "|---|---|"]
+    rows = ["| message | frame, hexadecimal, `–` an empty one |", "|---|---|"]
     for name, message in VECTORS.items():
-        frames = " · ".join(f"`{frame.hex()}`" if frame else "–" for frame in message.to_frames())
-        rows.append(f"| {name} | {frames} |")
+        [frame] = message.to_frames()
+        rows.append(f"| {name} | {f'`{frame.hex()}`' if frame else '–'} |")
     return "\n".join(rows) + "\n"
 
 

@@ -134,12 +134,24 @@ async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None
     assert not coordinator.ended.is_set()
 
 
-async def test_an_oversized_message_is_refused(stage, params) -> None:
+async def test_who_sends_an_oversized_message_is_cut_off_and_may_come_back(stage, params) -> None:
     coordinator = stage.coordinator()
+    await stage.engine()
     client = await stage.client()
+    connection = coordinator.clients.named(Role.CLIENT, client._name).peer
     body = bytes(3 << 20)
     client._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
-    await stage.until(lambda: coordinator.counters.rejected["too_large"] == 1)
+    await stage.until(lambda: coordinator.clients.named(Role.CLIENT, client._name).peer != connection)
+    assert len(coordinator.dispatcher.journal) == 0
+    assert (await client.add_request([1], params(3)))["generated_tokens"] == echo_answer([1], 3)
+
+
+async def test_a_message_of_several_frames_is_malformed(stage, sockets) -> None:
+    coordinator = stage.coordinator()
+    for frames in ([b"", pack([int(Header.STATUS)])], [pack([int(Header.STATUS)]), b""]):
+        error = await ask(sockets(stage.address(Role.CLIENT)), frames)
+        assert error.code is ErrorCode.MALFORMED
+    assert coordinator.counters.rejected["malformed"] == 2
 
 
 async def test_bodies_that_are_not_what_they_should_be_reach_the_engine_and_no_further(stage, params) -> None:

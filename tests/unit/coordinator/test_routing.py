@@ -8,9 +8,14 @@ import pytest
 from megatron_runtime.data_parallel_inference_coordinator.records import Engine
 from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS, Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy
+from megatron_runtime.wire.messages import tokens_to_bytes
 
 BLOCK = 4
 PROMPT = list(range(16))
+
+
+def hashes_of(router: Router, prompt: list[int], **options: str) -> list[int]:
+    return router.hashes_of(tokens_to_bytes(prompt), **options)
 
 
 @pytest.fixture
@@ -33,7 +38,7 @@ def test_without_prefixes_the_fewest_in_flight_and_the_lowest_index_win(engines)
     pool = engines(3)
     load(pool[0], 2)
     choose = router(RoutingPolicy.LOAD_BALANCED)
-    assert choose.hashes_of(PROMPT) == []
+    assert hashes_of(choose, PROMPT) == []
     assert choose.select(pool, []) is pool[1]
     load(pool[1], 1)
     assert choose.select(pool, []) is pool[2]
@@ -49,17 +54,17 @@ def test_in_turn(engines) -> None:
 def test_the_longest_prefix_wins_among_equally_loaded_engines(engines) -> None:
     pool = engines(3)
     choose = router()
-    choose.assigned(pool[1], choose.hashes_of(PROMPT[:8]), request=b"a")
-    choose.assigned(pool[2], choose.hashes_of(PROMPT[:4]), request=b"b")
-    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
+    choose.assigned(pool[1], hashes_of(choose, PROMPT[:8]), request=b"a")
+    choose.assigned(pool[2], hashes_of(choose, PROMPT[:4]), request=b"b")
+    assert choose.select(pool, hashes_of(choose, PROMPT)) is pool[1]
 
 
 def test_the_first_block_is_all_that_counts_for_first_prefix_block(engines) -> None:
     pool = engines(3)
     choose = router(RoutingPolicy.FIRST_PREFIX_BLOCK)
-    choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
-    choose.assigned(pool[2], choose.hashes_of([*PROMPT[:4], 99, 99, 99, 99]), request=b"b")
-    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[2]
+    choose.assigned(pool[1], hashes_of(choose, PROMPT), request=b"a")
+    choose.assigned(pool[2], hashes_of(choose, [*PROMPT[:4], 99, 99, 99, 99]), request=b"b")
+    assert choose.select(pool, hashes_of(choose, PROMPT)) is pool[2]
 
 
 def test_alpha_weighs_the_prefix_against_the_load(engines) -> None:
@@ -67,22 +72,22 @@ def test_alpha_weighs_the_prefix_against_the_load(engines) -> None:
     load(pool[1], 9)
     for alpha, expected in ((1.0, 1), (0.0, 0), (0.2, 0), (0.6, 1)):
         choose = router(alpha=alpha)
-        choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
-        assert choose.select(pool, choose.hashes_of(PROMPT)).index == expected
+        choose.assigned(pool[1], hashes_of(choose, PROMPT), request=b"a")
+        assert choose.select(pool, hashes_of(choose, PROMPT)).index == expected
 
 
 def test_a_hit_on_a_full_engine_ties_with_an_idle_one_and_recency_picks_the_hit(engines) -> None:
     pool = engines(2)
     load(pool[1], 10)
     choose = router(alpha=0.5)
-    choose.assigned(pool[1], choose.hashes_of(PROMPT), request=b"a")
-    assert choose.select(pool, choose.hashes_of(PROMPT)) is pool[1]
+    choose.assigned(pool[1], hashes_of(choose, PROMPT), request=b"a")
+    assert choose.select(pool, hashes_of(choose, PROMPT)) is pool[1]
 
 
 def test_six_identical_prompts_spread_over_three_warm_engines(engines) -> None:
     pool = engines(3)
     choose = router()
-    hashes = choose.hashes_of(PROMPT)
+    hashes = hashes_of(choose, PROMPT)
     for engine in pool:
         choose.assigned(engine, hashes, request=b"warm")
     counts = Counter()
@@ -97,7 +102,7 @@ def test_six_identical_prompts_spread_over_three_warm_engines(engines) -> None:
 def test_what_an_engine_had_is_forgotten_with_it_and_the_table_is_bounded(engines) -> None:
     pool = engines(2)
     choose = router(alpha=1.0)
-    hashes = choose.hashes_of(PROMPT)
+    hashes = hashes_of(choose, PROMPT)
     choose.assigned(pool[1], hashes, request=b"a")
     choose.forget(pool[1])
     assert choose.select(pool, hashes) is pool[0]
@@ -116,7 +121,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
 def test_what_an_engine_evicted_counts_no_more(engines) -> None:
     pool = engines(2)
     choose = router(alpha=1.0)
-    hashes = choose.hashes_of(PROMPT)
+    hashes = hashes_of(choose, PROMPT)
     choose.assigned(pool[1], hashes, request=b"a")
     choose.assigned(pool[0], hashes[:2], request=b"b")
     choose.evicted(pool[1], hashes[1:])
@@ -133,7 +138,7 @@ def test_what_an_engine_evicted_counts_no_more(engines) -> None:
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
     pool = engines(3)
     choose = router(alpha=1.0)
-    hashes = choose.hashes_of(PROMPT)
+    hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
     assert [choose._match(engine, hashes) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
@@ -143,9 +148,9 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
 
 
 def test_tenants_with_different_salts_share_no_prefix() -> None:
-    plain, one, other = (router().hashes_of(PROMPT, salt=salt) for salt in ("", "one", "other"))
+    plain, one, other = (hashes_of(router(), PROMPT, salt=salt) for salt in ("", "one", "other"))
     assert len({*plain, *one, *other}) == 12
-    assert one == router().hashes_of(PROMPT, salt="one")
+    assert one == hashes_of(router(), PROMPT, salt="one")
 
 
 def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) -> None:
@@ -160,9 +165,9 @@ def test_in_deterministic_mode_neither_registration_nor_load_decides(engines) ->
 
 
 def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
-    assert router().hashes_of(PROMPT[:3]) == []
-    assert Router(RoutingPolicy.LONGEST_PREFIX).hashes_of(PROMPT) == []
-    assert len(router().hashes_of(PROMPT)) == 4
+    assert hashes_of(router(), PROMPT[:3]) == []
+    assert hashes_of(Router(RoutingPolicy.LONGEST_PREFIX), PROMPT) == []
+    assert len(hashes_of(router(), PROMPT)) == 4
 
 
 async def test_a_repeated_prompt_goes_where_it_was(stage, params, tmp_path) -> None:

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
+from megatron_runtime.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes, frame_hashes
+from megatron_runtime.wire.messages import tokens_to_bytes
 
 TOKENS = st.lists(st.integers(0, 2**62), max_size=40)
 
@@ -48,6 +49,11 @@ def test_vectors() -> None:
 def test_both_forms_are_what_their_definition_says(tokens, size) -> None:
     assert block_hashes(tokens, size, form=HashForm.POLYNOMIAL) == polynomial(tokens, size)
     assert block_hashes(tokens, size) == sha256(tokens, size)
+
+
+@given(st.lists(st.integers(0, 2**31 - 1), max_size=40), st.integers(1, 20), st.text(max_size=3))
+def test_the_coordinators_hashes_of_a_prompt_as_it_travels_are_the_engines(tokens, size, salt) -> None:
+    assert frame_hashes(tokens_to_bytes(tokens), size, salt=salt) == block_hashes(tokens, size, salt=salt.encode())
 
 
 @given(TOKENS, st.integers(1, 20), st.sampled_from(HashForm))
