@@ -10,15 +10,16 @@ import zmq
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from hostile_frames import HostileFrames, control_frames
-from soak import FIRST_SEED, size
+from soak import FIRST_SEED, part, size
 
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.wire.headers import SIGNALS, Role
 from megatron_runtime.wire.messages import Hello, StatusReply
 from megatron_runtime.wire.security import KeyPair, PeerKeys
 
-FRAMES = size(10_000, soak=1_000_000)
 BURST = 1000
+BURSTS = part(range(size(10, soak=1000)))
+FRAMES = BURST * len(BURSTS)
 STREAMS_PER_BURST = 20
 OVERSIZED = {Role.CLIENT: (8 << 20) + 1, Role.ENGINE: (64 << 20) + 1}
 MOST_GROWTH_BYTES = 256 << 20
@@ -73,11 +74,11 @@ async def test_a_flood_of_broken_frames_disturbs_nobody(
     client = await fleet.client()
     sockets = [attackers.registered(role) for role in (Role.CLIENT, Role.ENGINE)]
     sockets += [attackers.connect(role, fleet.keys(role)) for role in (Role.CLIENT, Role.ENGINE)]
-    rng = random.Random(FIRST_SEED)
+    rng = random.Random(f"{FIRST_SEED} {BURSTS[0]}")
     source = HostileFrames(rng)
     memory = psutil.Process(coordinator.pid).memory_info
     start = most = memory().rss
-    for burst in range(FRAMES // BURST):
+    for turn, burst in enumerate(BURSTS):
         load = Load([client])
         for number in range(STREAMS_PER_BURST):
             load.add([burst, number], 6)
@@ -85,7 +86,7 @@ async def test_a_flood_of_broken_frames_disturbs_nobody(
             rng.choice(sockets).send_multipart(source.next())
             if number % 50 == 0:
                 await asyncio.sleep(0)
-        if burst % 50 == 0:
+        if turn % 50 == 0:
             for role, length in OVERSIZED.items():
                 attackers.connect(role, fleet.keys(role)).send(bytes(length))
         await load.finish(seconds=120)

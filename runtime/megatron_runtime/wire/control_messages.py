@@ -70,7 +70,7 @@ class HelloAck(ControlMessage):
     """Clients: the number by which engines group partials."""
     heartbeat_seconds: float = limits.HEARTBEAT_SECONDS
     max_message_bytes: int = limits.MAX_CLIENT_MESSAGE_BYTES
-    """What the peer may send at most, all frames of a message together."""
+    """What the peer may send at most: the bytes of one message."""
     source: str | None = None
     """Engines: the weights of `epoch`, to be loaded in place of those configured; None when none were ever updated."""
 

@@ -19,7 +19,7 @@ _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
 
 
 class RequestMeta(NamedTuple):
-    """What the coordinator reads of a request; all else stays in the body frames."""
+    """What the coordinator reads of a request; all else stays in the bodies."""
 
     streaming: bool = False
     seed: int = 0
