@@ -14,8 +14,8 @@ class EngineVerbs(ABC):
     """Each verb is sent by the call itself; the future gives the confirmed answer and may be ignored."""
 
     @abstractmethod
-    def _control(self, kind: Header, options: dict[str, Any]) -> asyncio.Future[ControlAck]:
-        """Send now."""
+    def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
+        """Send a control message now; its number will do. Raises ValueError for what is none."""
 
     def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Freeze generation. The future gives the confirmed answer when every engine has paused.
@@ -24,35 +24,35 @@ class EngineVerbs(ABC):
         ControlRefusedError, or CoordinatorUnreachableError when no answer came. They are sent by the call itself.
         A coordinator with three ports takes them on its admin port only: see ControlLink.
         """
-        return self._control(Header.PAUSE, options)
+        return self._send_signal_to_engines(Header.PAUSE, **options)
 
     def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Generate again, from where it was."""
-        return self._control(Header.UNPAUSE, options)
+        return self._send_signal_to_engines(Header.UNPAUSE, **options)
 
     def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Give memory back. Legal when paused."""
-        return self._control(Header.SUSPEND, options)
+        return self._send_signal_to_engines(Header.SUSPEND, **options)
 
     def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Take memory again; the engines are paused then."""
-        return self._control(Header.RESUME, options)
+        return self._send_signal_to_engines(Header.RESUME, **options)
 
     def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
         """End the engines; what is open is answered with an error. Legal when paused or suspended."""
-        return self._control(Header.STOP, options)
+        return self._send_signal_to_engines(Header.STOP, **options)
 
     def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
         """Label the tokens sampled from now on with `epoch`."""
-        return self._control(Header.SET_GENERATION_EPOCH, {**options, "epoch": epoch})
+        return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
 
     def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
         """Go on with the weights at `source`, a model reference that every engine can read, labelled `epoch`.
 
         Confirmed when every engine has verified and taken them. Requests in flight go on; their cache is computed anew.
         """
-        return self._control(Header.UPDATE_WEIGHTS, {**options, "source": source, "epoch": epoch})
+        return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
 
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
         """Give no more work to `engine` (None: to all); confirmed when it has nothing in flight."""
-        return self._control(Header.DRAIN, {**options, "engine": engine})
+        return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)

@@ -36,7 +36,7 @@ from megatron_runtime.requests.rejection import (
 )
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import limits
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.wire.headers import CONTROLS, ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
     Abort,
     Control,
@@ -151,9 +151,13 @@ class InferenceClient(EngineVerbs):
             await asyncio.wrap_future(starting)
 
     async def _start(self, connect_timeout_seconds: float) -> None:
-        await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
+        await self._connect_with_inference_coordinator(connect_timeout_seconds)
         self.listener_task = asyncio.create_task(self._recv_task(), name=f"{self._name} listens")
         self.listener_task.add_done_callback(lambda _: self._stop())
+
+    async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
+        """Open the connection, say HELLO, and wait for the coordinator to acknowledge it. The first step of start()."""
+        await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
         """Lasts while the client listens. Messages are handled as they come, not here; but whoever cancels this task,
@@ -380,8 +384,10 @@ class InferenceClient(EngineVerbs):
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
 
-    def _control(self, kind: Header, options: dict[str, Any]) -> asyncio.Future[ControlAck]:
-        control = Control(kind=kind, **options)
+    def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
+        if signal not in CONTROLS:
+            raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
+        control = Control(kind=Header(signal), **options)
         return self._call(lambda: self._calls.control(control))
 
     def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:

@@ -11,6 +11,7 @@ import zmq.asyncio
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import (
     ControlRefusedError,
+    CoordinatorUnreachableError,
     DeadlineExceededError,
     HandshakeRefusedError,
     InferenceClient,
@@ -25,6 +26,7 @@ from megatron_runtime.requests.rejection import rejection
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import Abort, Error, Final, Partial, PartialEntry, decode, pack, tokens_to_bytes
+from megatron_runtime.wire.states import EngineState
 
 PROMPT = [1, 2, 3]
 
@@ -259,6 +261,33 @@ class TestVerbs:
         await client.pause_engines()
         await client.stop_engines()
         assert {Header.SUSPEND, Header.RESUME, Header.STOP} <= set(pool.engine.acted)
+
+
+async def test_the_handshake_alone_registers_the_client(pool, params) -> None:
+    client = InferenceClient(pool.address, deserialize=False)
+    await client._connect_with_inference_coordinator()
+    assert client.connected
+    assert client.listener_task is None
+    assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
+    client.stop()
+    silent = InferenceClient(1)
+    with pytest.raises(CoordinatorUnreachableError, match="no coordinator answered"):
+        await silent._connect_with_inference_coordinator(connect_timeout_seconds=0.1)
+
+
+@pytest.mark.parametrize("signal", [Header.PAUSE, int(Header.PAUSE)])
+async def test_any_signal_reaches_the_engines_by_its_header_or_number(client, pool, signal) -> None:
+    assert (await client._send_signal_to_engines(signal, operation_id="op-1")).operation_id == "op-1"
+    await pool.engine.until(lambda: pool.engine.state is EngineState.PAUSED)
+    assert (await client._send_signal_to_engines(Header.SET_GENERATION_EPOCH, epoch=3)).ok
+    assert pool.coordinator.verbs.epoch == 3
+    assert (await client._send_signal_to_engines(Header.UNPAUSE)).ok
+    await pool.engine.until(lambda: pool.engine.state is EngineState.RUNNING)
+
+
+async def test_what_is_no_signal_is_not_sent(client) -> None:
+    with pytest.raises(ValueError, match=r"want one of DRAIN, PAUSE, RESUME"):
+        client._send_signal_to_engines(Header.SHUTDOWN)
 
 
 async def test_a_pinned_request_goes_to_the_engine_that_is_named_or_to_none(client, pool, params) -> None:
