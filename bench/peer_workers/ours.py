@@ -2,17 +2,19 @@
 
 import itertools
 import sys
+import time
 
-import numpy as np
 from worker import Generate, serve
-
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 
 def load() -> tuple[Generate, int]:
+    import numpy as np
+
+    from megatron_runtime.engines.build import build_engine
+    from megatron_runtime.engines.engine_request import EngineRequest
+    from megatron_runtime.engines.settings import EngineSettings
+    from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+
     model, dtype, threads = sys.argv[1:]
     engine = build_engine(
         EngineSettings(
@@ -28,15 +30,23 @@ def load() -> tuple[Generate, int]:
     engine.executor.load()
     numbers = itertools.count()
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> None:
+    def generate(prompts: list[list[int]], new_tokens: int) -> float:
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
+        begun = time.perf_counter()
         for prompt in prompts:
             tokens = np.array(prompt, dtype=np.int32)
             engine.add_request(EngineRequest(next(numbers), tokens, np.empty(0, dtype=np.int32), params))
+        started: set[int] = set()
+        first = 0.0
         while engine.has_work:
-            engine.step()
+            outputs = engine.step()
+            if not first:
+                started.update(output.request_id for output in outputs if output.new_tokens)
+                if len(started) == len(prompts):
+                    first = time.perf_counter() - begun
+        return first
 
     return generate, engine.executor.vocab_size
 
 
-serve(load)
+serve(load, platform="torch", libraries=("megatron_runtime.engines.build",))

@@ -2,36 +2,56 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-Generate = Callable[[list[list[int]], int], None]
-"""Generate so many tokens after each prompt, greedily, ending none early."""
+Generate = Callable[[list[list[int]], int], float]
+"""Generate so many tokens after each prompt, greedily, ending none early: seconds until each had its first token."""
 
 
-def serve(load: Callable[[], tuple[Generate, int]]) -> None:
-    """`load` returns how to generate, and the size of the vocabulary. The seconds it takes are reported."""
+def serve(load: Callable[[], tuple[Generate, int]], *, libraries: Sequence[str], platform: str | None = None) -> None:
+    """`load` returns how to generate, and the size of the vocabulary.
+
+    platform:  a library that is imported first: its seconds and memory are not the engine's own.
+    libraries: the engine's own, imported before the load begins.
+    """
     # Libraries print; the answers go where standard output was.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     begun = time.perf_counter()
+    bare = rss_mib("VmRSS")
+    if platform is not None:
+        importlib.import_module(platform)
+    platform_at, base = time.perf_counter(), rss_mib("VmRSS")
+    for library in libraries:
+        importlib.import_module(library)
+    imported = time.perf_counter()
     generate, vocabulary = load()
-    print(json.dumps({"load_seconds": time.perf_counter() - begun}), file=answers)
+    ready = {
+        "platform_seconds": platform_at - begun,
+        "import_seconds": imported - platform_at,
+        "load_seconds": time.perf_counter() - imported,
+        "bare_rss_mib": bare,
+        "platform_rss_mib": base,
+    }
+    print(json.dumps(ready), file=answers)
     for line in sys.stdin:
         ask = json.loads(line)
         rng = random.Random(ask["seed"])
         prompts = [[rng.randrange(10, vocabulary) for _ in range(ask["prompt_tokens"])] for _ in range(ask["batch"])]
         begun = time.perf_counter()
-        generate(prompts, ask["new_tokens"])
+        first_seconds = generate(prompts, ask["new_tokens"])
         seconds = time.perf_counter() - begun
-        print(json.dumps({"seconds": seconds, "peak_rss_mib": peak_rss_mib()}), file=answers)
+        reply = {"seconds": seconds, "first_seconds": first_seconds, "peak_rss_mib": rss_mib("VmHWM")}
+        print(json.dumps(reply), file=answers)
 
 
-def peak_rss_mib() -> float:
+def rss_mib(key: str) -> float:
     lines = Path("/proc/self/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) / 1024
+    return int(next(line for line in lines if line.startswith(key)).split()[1]) / 1024

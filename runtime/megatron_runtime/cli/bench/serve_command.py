@@ -24,6 +24,7 @@ _COUNT = click.IntRange(min=1)
 @click.option("--requests", type=_COUNT, default=32, show_default=True, help="Of each run; at least two a client.")
 @click.option("--prompt-words", type=_COUNT, default=64, show_default=True)
 @click.option("--new-tokens", type=_COUNT, default=64, show_default=True, help="Of each answer; nothing ends early.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Prompts of another seed are others.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
 @readable_errors
 def command(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:

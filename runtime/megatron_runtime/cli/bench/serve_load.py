@@ -20,7 +20,10 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadOptions:
-    """concurrency: clients at once, each number a run of `requests` requests (at least two for each client)."""
+    """concurrency: clients at once, each number a run of `requests` requests (at least two for each client).
+
+    seed: of the prompts: no two runs of different seeds ask the same.
+    """
 
     url: str
     model: str
@@ -29,6 +32,7 @@ class LoadOptions:
     requests: int
     prompt_words: int
     new_tokens: int
+    seed: int = 0
 
 
 @dataclass(slots=True)
@@ -50,11 +54,13 @@ async def run(options: LoadOptions) -> list[Figure]:
 async def _run_one(options: LoadOptions, clients: int) -> list[Figure]:
     headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
     limits = httpx.Limits(max_connections=clients)
-    rng = random.Random(clients)
+    rng = random.Random(f"{options.seed} {clients}")
     answers = _Answers()
-    prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(max(options.requests, 2 * clients))]
+    # One more than is measured: what is made at first use, and no server has seen the others.
+    count = max(options.requests, 2 * clients) + 1
+    prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(count)]
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
-        await _ask(http, options, prompts[0], _Answers())  # what is made at first use
+        await _ask(http, options, prompts.pop(), _Answers())
 
         async def client() -> None:
             while prompts:

@@ -1,0 +1,154 @@
+"""What is measured of engines, and the loop that measures them by turns."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from peer_bench.processes import Worker, WorkerError
+from peer_bench.weights import DTYPES, MODEL
+
+OURS = "megatron"
+_SEQUENCES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One measurement. is_less: less is better. The sizes are of what is asked; none where nothing is."""
+
+    name: str
+    batch: int = 1
+    prompt_tokens: int = 64
+    new_tokens: int = 1
+    is_less: bool = False
+
+
+DECODE = (
+    Cell("decode b1", 1, new_tokens=64),
+    Cell("decode b8", 8, new_tokens=48),
+    Cell("decode b32", 32, new_tokens=32),
+)
+PREFILL = Cell("prefill 512", prompt_tokens=512)
+FIRST_TOKEN = Cell("first token of 64 ms", is_less=True)
+ASKED = (*DECODE, PREFILL, FIRST_TOKEN)
+LOAD = Cell("load s", is_less=True)
+MEMORY = Cell("peak memory MiB", is_less=True)
+HTTP = tuple(Cell(f"http {clients}", clients, new_tokens=48) for clients in (1, 8, 32))
+READY = Cell("http ready s", is_less=True)
+CELLS = (*ASKED, LOAD, MEMORY, *HTTP, READY)
+
+
+@dataclass(slots=True)
+class Engine:
+    """What was measured of one engine, or of its server, on weights of one kind."""
+
+    name: str
+    weights: str
+    command: list[str]
+    worker: Worker | None = None
+    failure: str = ""
+    figures: dict[str, list[float]] = field(default_factory=dict)
+    start: dict[str, float] = field(default_factory=dict)
+    spent: float = 0.0
+
+    def add(self, cell: Cell, figure: float) -> None:
+        self.figures.setdefault(cell.name, []).append(figure)
+
+    def attempt(self, what: Callable[[], None]) -> None:
+        """Do it; whoever fails is out, and named with why."""
+        begun = time.perf_counter()
+        try:
+            what()
+        except WorkerError as error:
+            self.worker, self.failure = None, str(error)
+            print(f"{self.name}, {self.weights}: {error}", flush=True)
+        self.spent += time.perf_counter() - begun
+
+
+def engines(
+    weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
+) -> list[Engine]:
+    """All engines that take the weights."""
+    dtype, count = DTYPES[weights], str(threads)
+    commands = {OURS: [sys.executable, "ours.py", MODEL, dtype, count]}
+    if venv is not None:
+        python = str(venv.absolute() / "bin" / "python")
+        commands["llama.cpp"] = [python, "llama_cpp_batch.py", files[weights], count, str(_SEQUENCES)]
+        commands["OpenVINO"] = [python, "openvino_cpu.py", files[weights], count]
+    if weights != "4-bit":
+        commands["transformers"] = [sys.executable, "hf_transformers.py", files["hf"], dtype, count]
+        if vllm_venv is not None:
+            python = str(vllm_venv.absolute() / "bin" / "python")
+            commands["vLLM"] = [python, "vllm_cpu.py", files["hf"], dtype, count]
+    return [Engine(name, weights, command) for name, command in commands.items()]
+
+
+def measure_all(
+    group: list[Engine], *, rounds: int, seconds_each: float, cpus: set[int], after_round: Callable[[], None]
+) -> None:
+    """Every cell once a round, the engines by turns; one that used up its seconds is left out of later rounds."""
+    for engine in group:
+        engine.attempt(lambda engine=engine: _start(engine, cpus))  # type: ignore[misc]
+        engine.spent = 0.0
+    try:
+        for number in range(rounds):
+            taking_part = [engine for engine in group if engine.spent < seconds_each]
+            for place, cell in enumerate(ASKED):
+                for engine in taking_part:
+                    if engine.worker is not None:
+                        # No prompt is asked twice: engines may remember.
+                        seed = 1000 * (number + 1) + place
+                        engine.attempt(lambda e=engine, c=cell, s=seed: _measure(e, c, seed=s))  # type: ignore[misc]
+            print(f"{group[0].weights}: round {number + 1} of {rounds}", flush=True)
+            after_round()
+    finally:
+        close(group)
+
+
+def measure_memory(group: Iterable[Engine], *, cpus: set[int]) -> None:
+    """The peak of a short answer to one sequence, above the bare interpreter and torch, in fresh processes."""
+    for engine in group:
+        engine.attempt(lambda engine=engine: _measure_memory(engine, cpus))  # type: ignore[misc]
+
+
+def close(group: Iterable[Engine]) -> None:
+    for engine in group:
+        if engine.worker is not None:
+            engine.worker.close()
+            engine.worker = None
+
+
+def _start(engine: Engine, cpus: set[int]) -> None:
+    engine.worker = Worker(engine.command, cpus=cpus)
+    engine.start = engine.worker.ready
+    engine.add(LOAD, engine.start["load_seconds"])
+    # What is made at first use.
+    for batch in (1, 8):
+        engine.worker.ask(batch=batch, prompt_tokens=16, new_tokens=3, seed=batch)
+
+
+def _measure(engine: Engine, cell: Cell, *, seed: int) -> None:
+    assert engine.worker is not None
+    reply = engine.worker.ask(batch=cell.batch, prompt_tokens=cell.prompt_tokens, new_tokens=cell.new_tokens, seed=seed)
+    if cell in DECODE:
+        after_first = reply["seconds"] - reply["first_seconds"]
+        engine.add(cell, cell.batch * (cell.new_tokens - 1) / after_first)
+    elif cell is PREFILL:
+        engine.add(cell, cell.prompt_tokens / reply["seconds"])
+    else:
+        engine.add(cell, reply["seconds"] * 1000)
+
+
+def _measure_memory(engine: Engine, cpus: set[int]) -> None:
+    # llama.cpp reserves the cache of all its sequences.
+    command = [*engine.command[:-1], "1"] if engine.name == "llama.cpp" else engine.command
+    engine.worker = Worker(command, cpus=cpus)
+    try:
+        reply = engine.worker.ask(batch=1, prompt_tokens=64, new_tokens=32, seed=5)
+        engine.add(MEMORY, reply["peak_rss_mib"] - engine.worker.ready["platform_rss_mib"])
+        engine.add(LOAD, engine.worker.ready["load_seconds"])
+    finally:
+        close([engine])

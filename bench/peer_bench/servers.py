@@ -1,0 +1,181 @@
+"""Servers of OpenAI's HTTP API side by side: the same clients, by turns."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import click
+import httpx
+from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
+from peer_bench.processes import START_SECONDS, Worker, WorkerError, last_words
+from peer_bench.weights import DTYPES, MODEL
+
+from megatron_runtime.cli.bench.serve_load import LoadOptions, run
+
+_HOST = "127.0.0.1"
+_WORDS, _SEQUENCES, _TOKENS_EACH = 64, 32, 256
+_END_SECONDS = 20
+
+
+@dataclass(slots=True)
+class Server:
+    """One server and what was measured of it. path: answers 200 once it is ready; {port} is filled into `command`."""
+
+    engine: Engine
+    path: str
+    environment: dict[str, str] = field(default_factory=dict)
+    port: int = 0
+    model: str = ""
+    process: subprocess.Popen[bytes] | None = None
+
+    def start(self, cpus: set[int]) -> None:
+        with socket.socket() as free:
+            free.bind((_HOST, 0))
+            self.port = free.getsockname()[1]
+        log = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed below or with the process
+        begun = time.perf_counter()
+        try:
+            self.process = subprocess.Popen(
+                [part.format(port=self.port) for part in self.engine.command],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                preexec_fn=lambda: os.sched_setaffinity(0, cpus),
+                env={**os.environ, "HF_HUB_OFFLINE": "1", **self.environment},
+            )
+        except OSError as error:
+            log.close()
+            raise WorkerError(str(error)) from error
+        while not self._answers():
+            if self.process.poll() is not None or time.perf_counter() - begun > START_SECONDS:
+                message = last_words(log)
+                self.close()
+                raise WorkerError(message)
+            time.sleep(0.02)  # another process's state
+        self.engine.add(READY, time.perf_counter() - begun)
+        self.model = httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"]
+
+    @property
+    def url(self) -> str:
+        return f"http://{_HOST}:{self.port}"
+
+    def tokens_per_second(self, cell: Cell, *, seed: int) -> float:
+        options = LoadOptions(
+            url=self.url,
+            model=self.model,
+            api_key=None,
+            concurrency=(cell.batch,),
+            requests=2 * cell.batch,
+            prompt_words=_WORDS,
+            new_tokens=cell.new_tokens,
+            seed=seed,
+        )
+        try:
+            figures = asyncio.run(run(options))
+        except (httpx.HTTPError, click.ClickException) as error:
+            self.close()
+            raise WorkerError(str(error) or repr(error)) from error
+        return next(figure.value for figure in figures if figure.key == f"c{cell.batch}_tokens_per_s")
+
+    def close(self) -> None:
+        if self.process is None:
+            return
+        self.process.terminate()
+        try:
+            self.process.wait(_END_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self.process = None
+
+    def _answers(self) -> bool:
+        try:
+            return httpx.get(self.url + self.path, timeout=5).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def servers(
+    weights: str, files: dict[str, str], *, llama_server: Path | None, vllm_venv: Path | None, threads: int
+) -> list[Server]:
+    """All servers that take the weights."""
+    dtype, count = DTYPES[weights], str(threads)
+    ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", MODEL, "--dtype", dtype]
+    found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
+    if llama_server is not None:
+        command = [str(llama_server.absolute()), "-m", files[weights], "--port", "{port}", "-t", count, "-fa", "off"]
+        command += ["-np", str(_SEQUENCES), "-c", str(_SEQUENCES * _TOKENS_EACH), "-ub", "512", "-b", "2048"]
+        found.append(Server(Engine("llama-server", weights, command), "/health"))
+    if vllm_venv is not None and weights != "4-bit":
+        command = [str(vllm_venv.absolute() / "bin" / "vllm"), "serve", files["hf"], "--dtype", dtype]
+        environment = {
+            "VLLM_CPU_KVCACHE_SPACE": "2",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            "OMP_NUM_THREADS": count,
+        }
+        command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]
+        found.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
+    return found
+
+
+def measure_servers(
+    group: list[Server],
+    own: Engine,
+    *,
+    rounds: int,
+    seconds_each: float,
+    cpus: set[int],
+    after_round: Callable[[], None],
+) -> None:
+    """Every number of clients once a round, servers by turns, and our engine alone at the same batch beside them.
+
+    own: its figures are added under the names of the cells.
+    """
+    for server in group:
+        server.engine.attempt(lambda server=server: server.start(cpus))  # type: ignore[misc]
+        server.engine.spent = 0.0
+    own.attempt(lambda: _start_own(own, cpus))
+    own.spent = 0.0
+    try:
+        for number in range(rounds):
+            for cell in HTTP:
+                for server in group:
+                    if server.process is not None and server.engine.spent < seconds_each:
+                        server.engine.attempt(lambda s=server, c=cell, n=number: _measure(s, c, seed=n + 1))  # type: ignore[misc]
+                if own.worker is not None:
+                    own.attempt(lambda c=cell, n=number: _measure_own(own, c, seed=-n))  # type: ignore[misc]
+            print(f"{own.weights}, http: round {number + 1} of {rounds}", flush=True)
+            after_round()
+    finally:
+        for server in group:
+            server.close()
+        if own.worker is not None:
+            own.worker.close()
+            own.worker = None
+
+
+def _start_own(own: Engine, cpus: set[int]) -> None:
+    own.worker = Worker(own.command, cpus=cpus)
+    own.start = own.worker.ready
+    own.worker.ask(batch=8, prompt_tokens=16, new_tokens=3, seed=0)
+
+
+def _measure(server: Server, cell: Cell, *, seed: int) -> None:
+    server.engine.add(cell, server.tokens_per_second(cell, seed=seed))
+
+
+def _measure_own(own: Engine, cell: Cell, *, seed: int) -> None:
+    assert own.worker is not None
+    reply = own.worker.ask(batch=cell.batch, prompt_tokens=_WORDS, new_tokens=cell.new_tokens, seed=seed)
+    own.add(cell, cell.batch * cell.new_tokens / reply["seconds"])

@@ -1,0 +1,63 @@
+"""The same weights in the forms that the engines read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from megatron_runtime.loading.export import export_hf
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.tokenization.loader import load_tokenizer
+
+MODEL = "builtin:smollm2-135m"
+DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
+"""Of ours, by the weights."""
+
+_HEAD = 49152 * 576
+"""Shared with the embedding."""
+LAYER_PARAMETERS = 134_515_008 - _HEAD
+STEP_BYTES = {
+    # Blocks of Q4_1, and of Q8_0.
+    "4-bit": LAYER_PARAMETERS * 20 / 32 + _HEAD * 34 / 32,
+    "bfloat16": (LAYER_PARAMETERS + _HEAD) * 2,
+    "float32": (LAYER_PARAMETERS + _HEAD) * 4,
+}
+"""Of weights that a step reads, whatever its batch."""
+
+
+def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
+    """Return paths: "hf" a directory that transformers reads, and a GGUF file by the name of the weights."""
+    source = resolve(MODEL).location
+    files = {"hf": str(directory / "hf"), "4-bit": str(source)}
+    export_hf(MODEL, directory / "hf")
+    tokenizer = load_tokenizer(MODEL)
+    (directory / "hf" / "tokenizer.json").write_text(tokenizer.to_json())
+    (directory / "hf" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    # float16 is the faster form of 16 bits where a processor does not multiply bfloat16.
+    kinds = {"bfloat16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
+    for name, kind in kinds.items():
+        if name in weights:
+            files[name] = str(directory / f"{name}.gguf")
+            _write_gguf(source, Path(files[name]), kind)
+    return files
+
+
+def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
+    """The model of `source` with its matrices as plain numbers of `kind`."""
+    reader = gguf.GGUFReader(source)
+    writer = gguf.GGUFWriter(target, "llama")
+    for name, entry in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        writer.add_key_value(name, entry.contents(), entry.types[0], entry.types[-1] if len(entry.types) > 1 else None)
+    for tensor in reader.tensors:
+        values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        is_plain = values.ndim == 1 or kind is gguf.GGMLQuantizationType.F32
+        data = values if is_plain else gguf.quants.quantize(values, kind)
+        writer.add_tensor(tensor.name, data, raw_dtype=gguf.GGMLQuantizationType.F32 if is_plain else kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
