@@ -43,9 +43,6 @@ RESOURCE_RULES: list[Rule] = [
 ]
 """What the operator does where resources are. Secrets are read, created and rotated by name, never listed."""
 
-CLUSTER_RULES: list[Rule] = [_rule("apiextensions.k8s.io", ["customresourcedefinitions"], READ)]
-"""What it looks at beside them when it serves all namespaces: whether its own kind exists."""
-
 HOME_RULES: list[Rule] = [
     _rule("coordination.k8s.io", ["leases"], ["get", "create", "update"]),
     _rule("", ["secrets"], ["get", "create"]),
@@ -55,7 +52,7 @@ HOME_RULES: list[Rule] = [
 
 def rules_file() -> dict[str, list[Rule]]:
     """The content of the chart's `files/rules.yaml`."""
-    return {"resource": RESOURCE_RULES, "cluster": CLUSTER_RULES, "home": HOME_RULES}
+    return {"resource": RESOURCE_RULES, "home": HOME_RULES}
 
 
 def _meta(name: str, namespace: str | None = None) -> dict[str, Any]:
@@ -162,7 +159,7 @@ def install_manifests(*, namespace: str, image: str, runtime_image: str) -> list
         home,
         custom_resource_definition(),
         account,
-        _role("ClusterRole", NAME, None, [*CLUSTER_RULES, *RESOURCE_RULES]),
+        _role("ClusterRole", NAME, None, RESOURCE_RULES),
         _binding("ClusterRole", NAME, None, namespace),
         _role("Role", NAME, namespace, HOME_RULES),
         _binding("Role", NAME, namespace, namespace),

@@ -21,7 +21,7 @@ from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
-from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES
+from megatron_operator.install import HOME_RULES, RESOURCE_RULES
 from megatron_operator.model.crd import custom_resource_definition
 
 NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
@@ -66,7 +66,7 @@ def install_crd(cluster: LocalCluster) -> None:
 
 @pytest.fixture
 async def api(control_plane: LocalCluster) -> AsyncIterator[KubeApi]:
-    async with KubeApi(await load_configuration(kubeconfig=control_plane.kubeconfig)) as found:
+    async with KubeApi(await load_configuration(kubeconfig=control_plane.kubeconfig), timeout=60) as found:
         yield found
 
 
@@ -120,8 +120,7 @@ async def cluster_wide(api: KubeApi, namespace: str, operator_kubeconfig: Path) 
     meta = {"name": f"megatron-operator-{namespace}", "namespace": ""}
     role = {"apiGroup": "rbac.authorization.k8s.io", "kind": "ClusterRole", "name": meta["name"]}
     subject = {"kind": "ServiceAccount", "name": "megatron-operator", "namespace": namespace}
-    rules = [*RESOURCE_RULES, *CLUSTER_RULES]
-    await api.request("POST", CLUSTER_ROLE.path(None), body={"metadata": meta, "rules": rules})
+    await api.request("POST", CLUSTER_ROLE.path(None), body={"metadata": meta, "rules": RESOURCE_RULES})
     binding = {"metadata": meta, "roleRef": role, "subjects": [subject]}
     await api.request("POST", CLUSTER_BINDING.path(None), body=binding)
     yield

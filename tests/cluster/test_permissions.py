@@ -12,7 +12,7 @@ from soak import SOAK
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import Kind, kind_of
-from megatron_operator.install import CLUSTER_RULES, HOME_RULES, RESOURCE_RULES, Rule
+from megatron_operator.install import HOME_RULES, RESOURCE_RULES, Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -95,7 +95,7 @@ async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missin
     resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3", everywhere=True)
-    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *CLUSTER_RULES, *HOME_RULES]))
+    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
 
 
 async def audit(operator: Any, resource: Any, api: Any, log: AuditLog, *, rules: set[Permission]) -> None:
@@ -114,7 +114,3 @@ async def audit(operator: Any, resource: Any, api: Any, log: AuditLog, *, rules:
     print(f"\n{len(requests)} requests, {len(rules)} permissions granted, {len(idle)} never used: {idle}")
     assert denied == []
     assert idle == []
-
-
-def test_cluster_rules_only_look() -> None:
-    assert {verb for _, _, verb in granted(CLUSTER_RULES)} <= {"get", "list", "watch"}

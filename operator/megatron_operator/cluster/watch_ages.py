@@ -7,6 +7,7 @@ the server refuses it, or nobody asks.
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -26,6 +27,8 @@ class WatchAges:
         self._due = watch_seconds + GRACE_SECONDS
         self._clock = clock
         self._taken: dict[str, float] = {}
+        self.vanished = asyncio.Event()
+        """A kind that was watched is served no more. Who asked for it gets no answer: it is to be ended."""
 
     @property
     def silent_seconds(self) -> float:
@@ -46,13 +49,11 @@ class WatchAges:
             self._taken.setdefault(request.url.path, self._clock())
 
     async def _answered(self, _: aiohttp.ClientSession, __: object, answer: aiohttp.TraceRequestEndParams) -> None:
-        if not _is_watch(answer.url):
-            return
-        if answer.response.ok:
+        if _is_watch(answer.url) and answer.response.ok:
             self._taken[answer.url.path] = self._clock()
-        elif answer.response.status == NOT_FOUND:
-            # The kind is served no more: kopf ends that watch, too.
-            self._taken.pop(answer.url.path, None)
+        elif answer.url.path in self._taken and answer.response.status == NOT_FOUND:
+            self.vanished.set()
+            await asyncio.Event().wait()
 
 
 def _is_watch(url: URL) -> bool:

@@ -11,27 +11,25 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-import kopf
 import zmq
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.api import ApiError, KubeApi
-from megatron_operator.cluster.auth import LoginError, kopf_session, load_configuration
+from megatron_operator.cluster.auth import LoginError, load_configuration
 from megatron_operator.cluster.cache import Index, Key, ResourceCache
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.cluster.keys import KeyFormatError, ensure_admin_keys
 from megatron_operator.cluster.kinds import RESOURCE
 from megatron_operator.cluster.lease import Elector, LeadershipLostError, LeaseSettings
-from megatron_operator.cluster.watch_ages import WatchAges
 from megatron_operator.cluster.writer import Writer
 from megatron_operator.controller.act import Actor
+from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
 from megatron_operator.controller.metrics import Metrics
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.options import RunOptions
 from megatron_operator.controller.probes import BindError, Probes
 from megatron_operator.controller.supervisor import Supervisor
 from megatron_operator.controller.task import Parts, ResourceTask
-from megatron_operator.controller.watches import build_registry, kopf_settings
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import decide
@@ -70,7 +68,7 @@ class OperatorProcess:
         self._supervisor: Supervisor | None = None
         self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
         self._index: Index | None = None
-        self._watches = WatchAges(watch_seconds=options.watch_seconds)
+        self._run: KopfRun | None = None
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
             if options.coordinator_address_template
@@ -96,7 +94,7 @@ class OperatorProcess:
             await probes.stop()
 
     def _handle_signals(self) -> None:
-        """kopf puts handlers of its own in their place while it runs."""
+        """Again whenever kopf has put its own in their place, which it does at its start."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
@@ -142,11 +140,11 @@ class OperatorProcess:
                 supervisor = self._supervisor = Supervisor(
                     lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, context, admin)
                 )
-                error = await self._serve(configuration, supervisor, hold)
-                if error is None:
+                try:
+                    await self._serve(configuration, supervisor, hold)
                     return 0
-                # kopf gives up when a watched kind vanishes under it (the CRD was deleted), and starts well again.
-                logger.warning("watches ended; starting over", extra={"error": str(error)})
+                except WatchesEndedError as error:
+                    logger.warning("watches ended; starting over", extra={"error": str(error)})
                 self._handle_signals()
                 await asyncio.sleep(RESTART_SECONDS)
                 if not await self._unless_stopped(self._await_crd(api)):
@@ -154,65 +152,40 @@ class OperatorProcess:
         finally:
             context.destroy(linger=0)
 
-    async def _serve(
-        self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]
-    ) -> Exception | None:
-        """Watch and run tasks until told to stop (None), or until the watches end by themselves (why).
+    async def _serve(self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]) -> None:
+        """Watch and run tasks until told to stop.
 
         Raises:
+            WatchesEndedError: they may be started anew.
             LeadershipLostError: this process must end.
         """
         self._phase = "listing"
-        told = asyncio.Event()
-        watching = asyncio.create_task(self._watch(configuration, supervisor, told), name="kopf")
+        options = self._options
+        run = self._run = KopfRun(
+            configuration,
+            supervisor,
+            namespaces=options.namespaces,
+            watch_seconds=options.watch_seconds,
+            started=self._started,
+        )
+        watching = asyncio.create_task(run.run(), name="watching")
         stopping = asyncio.create_task(self._stop.wait())
         try:
             anything: set[asyncio.Future[Any]] = {watching, hold, supervisor.failed, stopping}
             await asyncio.wait(anything, return_when=asyncio.FIRST_COMPLETED)
-            for ended in (supervisor.failed, hold):
+            for ended in (supervisor.failed, hold, watching):
                 if ended.done():
                     await ended
-            if not watching.done() or watching.exception() is None:
-                return None
-            error = watching.exception()
-            return error if isinstance(error, Exception) else RuntimeError(repr(error))
         finally:
-            told.set()
+            run.end()
             stopping.cancel()
             await asyncio.gather(watching, stopping, return_exceptions=True)
             await supervisor.stop()
 
-    async def _watch(self, configuration: Configuration, supervisor: Supervisor, told: asyncio.Event) -> None:
-        """kopf, until it is told to stop or a signal arrives."""
-        options = self._options
-        namespaces = options.namespaces
-        watches = self._watches = WatchAges(watch_seconds=options.watch_seconds)
-        registry = build_registry(
-            login=lambda: kopf_session(configuration, watches=watches),
-            started=self._started,
-            wake_resource=supervisor.wake_resource,
-            wake_instance=supervisor.wake_instance,
-        )
-
-        @kopf.on.cleanup(registry=registry)
-        async def cleanup(**_: Any) -> None:
-            # kopf counts every task made since its start as one of its own and would wait for them; its own waiter
-            # for the stop flag is among them.
-            told.set()
-            await supervisor.stop()
-
-        await kopf.operator(
-            registry=registry,
-            settings=kopf_settings(namespaced=bool(namespaces), watch_seconds=options.watch_seconds),
-            standalone=True,
-            clusterwide=not namespaces,
-            namespaces=namespaces,
-            stop_flag=told,
-        )
-
     def _started(self, index: Index) -> None:
         self._index = index
         self._phase = ""
+        self._handle_signals()
 
     def _make_task(
         self,
@@ -301,7 +274,7 @@ class OperatorProcess:
             "resources": len(supervisor) if supervisor else 0,
             "oldest_pass_seconds": round(supervisor.oldest_pass_seconds, 3) if supervisor else 0.0,
             "watch_behind_seconds": round(supervisor.behind_seconds, 3) if supervisor else 0.0,
-            "watch_silent_seconds": round(self._watches.silent_seconds, 3),
+            "watch_silent_seconds": round(self._run.watches.silent_seconds, 3) if self._run else 0.0,
         }
 
     def _missing(self) -> list[str]:

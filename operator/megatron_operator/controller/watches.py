@@ -96,7 +96,7 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
     kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
 
 
-def kopf_settings(*, namespaced: bool, watch_seconds: float) -> kopf.OperatorSettings:
+def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     """Every default of kopf's that matters, said out loud.
 
     watch_seconds: a watch lasts so long. The server sends a bookmark shortly before its end, so that the next goes on
@@ -106,7 +106,7 @@ def kopf_settings(*, namespaced: bool, watch_seconds: float) -> kopf.OperatorSet
     settings.posting.enabled = False
     settings.posting.loggers = False
     settings.peering.standalone = True
-    settings.scanning.disabled = namespaced
+    settings.scanning.disabled = True
     settings.networking.request_timeout = 30
     settings.networking.connect_timeout = 10
     settings.networking.error_backoffs = (0.2, 0.5, 1, 2, 3, 5)
@@ -116,7 +116,8 @@ def kopf_settings(*, namespaced: bool, watch_seconds: float) -> kopf.OperatorSet
     settings.watching.reconnect_backoff = 0.1
     settings.execution.default_backoff = 5
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
-    settings.process.ultimate_exiting_timeout = 20
+    # It would kill a process whose kopf has ended and was started anew.
+    settings.process.ultimate_exiting_timeout = None
     for kind in (*CHILD_KINDS, POD):
         settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
     return settings

@@ -41,6 +41,8 @@ KEYS = ("engine.key", "engine.pub", "server.pub")
 STARTUP_PERIOD_SECONDS = 2
 _PREFLIGHT_ENV = ("NODE_RANK", "NNODES", "MASTER_PORT")
 _REVISION_FLAG = "--revision"
+_NCCL_ENV = {"NCCL_DEBUG": "WARN", "NCCL_SOCKET_IFNAME": "^lo,docker"}
+"""What fails is said in the log; of a pod's interfaces, any that leads to other pods."""
 
 
 def engine_args(ctx: RenderContext, index: int) -> list[str]:
@@ -91,6 +93,8 @@ def _env(ctx: RenderContext, index: int) -> list[dict[str, Any]]:
         "PIPELINE_PARALLEL_SIZE": str(parallelism.pipeline),
         "EXPERT_PARALLEL_SIZE": str(parallelism.expert),
     }
+    if ctx.spec.engine.gpus_per_pod:
+        fixed |= _NCCL_ENV
     env += [{"name": key, "value": value} for key, value in fixed.items()]
     return [*env, {"name": "NODE_RANK", "valueFrom": node_rank}]
 
@@ -99,6 +103,26 @@ def _resources(ctx: RenderContext) -> dict[str, Any]:
     requests = {"cpu": "250m", "memory": "512Mi"}
     gpus = ctx.spec.engine.gpus_per_pod
     return {"requests": requests, "limits": {"nvidia.com/gpu": gpus}} if gpus else {"requests": requests}
+
+
+def _placement(ctx: RenderContext, index: int) -> dict[str, Any]:
+    """Engines on GPUs, where the user's template does not say it: on different nodes where there are such, and the pods
+    of one engine, which talk in every layer, in one zone."""
+    if not ctx.spec.engine.gpus_per_pod:
+        return {}
+    spread = {
+        "maxSkew": 1,
+        "topologyKey": "kubernetes.io/hostname",
+        "whenUnsatisfiable": "ScheduleAnyway",
+        "labelSelector": {"matchLabels": dict(selector(ctx, ENGINE))},
+    }
+    found: dict[str, Any] = {"topologySpreadConstraints": [spread]}
+    if ctx.spec.pods_per_engine > 1:
+        ours = {"matchLabels": {**selector(ctx, ENGINE), LABEL_ENGINE: ctx.engine_name(index)}}
+        term = {"topologyKey": "topology.kubernetes.io/zone", "labelSelector": ours}
+        near = [{"weight": 100, "podAffinityTerm": term}]
+        found["affinity"] = {"podAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": near}}
+    return found
 
 
 def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
@@ -125,7 +149,7 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
     if engine.image is not None:
         for each in (container, *before):
             each["image"] = engine.image
-    return pod_template(
+    template = pod_template(
         ctx,
         ENGINE,
         container=container,
@@ -137,6 +161,8 @@ def _template(ctx: RenderContext, index: int) -> dict[str, Any]:
         mounts=mounts,
         init_containers=before,
     )
+    template["spec"] = {**_placement(ctx, index), **template["spec"]}
+    return template
 
 
 def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:

@@ -78,16 +78,31 @@ async def test_only_a_watch_that_is_taken_counts_as_alive() -> None:
         server.status = 200
         await ask("/pods?watch=true&resourceVersion=3")
         assert ages.silent_seconds == 0
-        clock.now += 2 * DUE
-        server.status = 404
-        await ask("/pods?watch=true&resourceVersion=4")
         await ask("/services?watch=true")
-        assert ages.silent_seconds == 0, "kinds that are served no more are not watched"
         server.status = 503
         await ask("/secrets?watch=true")
         clock.now += DUE + 3
         await ask("/secrets?watch=true")
         assert ages.silent_seconds == 3, "it was never taken"
+
+
+async def test_a_kind_that_vanishes_is_told_and_whoever_watched_it_gets_no_answer() -> None:
+    ages, server = WatchAges(watch_seconds=WATCH_SECONDS), ApiServer()
+    async with server.serving() as url, aiohttp.ClientSession(trace_configs=[ages.trace()]) as session:
+        server.status = 404
+        async with session.get(f"{url}/apis/never.seen/v1"):
+            pass
+        assert not ages.vanished.is_set(), "it was no watch"
+        server.status = 200
+        async with session.get(f"{url}/pods?watch=true"):
+            pass
+        server.status = 404
+        listing = asyncio.create_task(session.get(f"{url}/pods").__aenter__())
+        async with asyncio.timeout(10):
+            await ages.vanished.wait()
+        assert not listing.done()
+        listing.cancel()
+        await asyncio.gather(listing, return_exceptions=True)
 
 
 async def test_liveness_fails_once_a_watch_is_overdue_for_too_long() -> None:
