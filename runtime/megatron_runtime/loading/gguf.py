@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Container, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,8 @@ class GGUFCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self._file = MappedFile(path)
-        metadata, index = read_gguf_index(path, keys=_METADATA_KEYS)
+        status = path.stat()
+        metadata, index = _index(path, (status.st_ino, status.st_size, status.st_mtime_ns))
         _require_whole(path, index)
         architecture = metadata.get("general.architecture")
         prefix = f"{architecture}."
@@ -169,6 +171,12 @@ class GGUFCheckpoint:
         order = torch.arange(entry.shape[0]).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
         blocks = self._file.piece(entry.offset, entry.num_bytes).view(entry.shape[0], entry.row_bytes)
         return blocks[order[start:stop]]
+
+
+@lru_cache(maxsize=8)
+def _index(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
+    """Headers are gone through once for each version of a file: a vocabulary in them takes a tenth of a second."""
+    return read_gguf_index(path, keys=_METADATA_KEYS)
 
 
 def _read_config(

@@ -41,14 +41,37 @@ def test_weights_are_kept_as_near_as_the_format_allows(format: str, most: float)
     assert (kept - weight).abs().max() <= most * weight.abs().max()
 
 
-@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
-def test_blocks_of_a_gguf_file_keep_their_values(kind: int) -> None:
+def stored_blocks(kind: int) -> QuantizedTensor:
+    """A weight [32, 96] as a file may hold it, with bytes between its rows."""
     generator = np.random.default_rng(kind)
     blocks = generator.integers(0, 256, (32, 3, BLOCK_SIZES[kind][1]), dtype=np.uint8)
     halves = generator.random((32, 3, 2)).astype(np.float16).view(np.uint8)
     blocks[..., : 4 if kind == Q4_1 else 2] = halves[..., : 4 if kind == Q4_1 else 2]
-    weight = QuantizedTensor(kind, (32, 96), torch.from_numpy(blocks.reshape(32, -1)))
+    rows = np.concatenate([blocks.reshape(32, -1), np.full((32, 6), 255, dtype=np.uint8)], axis=1)
+    return QuantizedTensor(kind, (32, 96), torch.from_numpy(rows)[:, :-6])
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_blocks_of_a_gguf_file_keep_their_values(kind: int) -> None:
+    weight = stored_blocks(kind)
     torch.testing.assert_close(NativeLinear(pack(weight, "int4")).dense(), weight.dequantize(), rtol=1e-6, atol=2e-3)
+
+
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_blocks_become_the_floats_that_they_stand_for(kind: int) -> None:
+    weight = stored_blocks(kind)
+    assert torch.equal(NativeLinear(pack(weight, "float32")).dense(), weight.dequantize())
+    assert torch.equal(NativeLinear(pack(weight, "bfloat16")).dense(), weight.dequantize().bfloat16().float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("shape", [(48, 96), (1024, 512)])
+def test_floats_of_every_type_are_packed_as_they_are(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = random(*shape).to(dtype)
+    turned = weight.T.contiguous().T
+    for given in (weight, turned):
+        assert torch.equal(NativeLinear(pack(given, "float32")).dense(), weight.float())
+        assert torch.equal(NativeLinear(pack(given, "bfloat16")).dense(), weight.float().bfloat16().float())
 
 
 @pytest.mark.parametrize("format", FORMATS)

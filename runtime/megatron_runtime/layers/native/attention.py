@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from megatron_runtime.layers.native.ir import F32, F32_V, I16, I32, I64, LANES, Code, constant, function
+from megatron_runtime.layers.native.ir import F32, F32_V, I32, I64, LANES, Code, constant, function
 from megatron_runtime.layers.native.rows import load_bfloat16
 
 _SPAN = 16
@@ -138,34 +138,26 @@ def bfloat16_mix(code: Code, a: dict[str, ir.Value]) -> None:
     _mix(code, a, load_bfloat16, 2)
 
 
-def _transpose(code: Code, a: dict[str, ir.Value], element: Callable[[Code, ir.Value], ir.Value], width: int) -> None:
-    keys = [code.b.add(a["keys"], code.b.mul(a["stride"], constant(I64, token))) for token in range(_SPAN)]
-
+def _transpose(code: Code, a: dict[str, ir.Value], load: Load, width: int) -> None:
     def body(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
         y = code.at(a["y"], i, 4 * _SPAN)
-        for part in range(2):
-            vector: ir.Value = ir.Constant(F32_V, ir.Undefined)
-            for lane in range(LANES):
-                value = element(code, code.at(keys[part * LANES + lane], i, width))
-                vector = code.b.insert_element(vector, value, constant(I32, lane))
-            code.store(vector, y, 32 * part)
+        for first in range(0, _SPAN, LANES):
+            keys = [_key(code, a, constant(I64, first + lane)) for lane in range(LANES)]
+            columns = code.transposed([load(code, code.at(key, i, width)) for key in keys])
+            for number, column in enumerate(columns):
+                code.store(column, y, number * 4 * _SPAN + first * 4)
         return []
 
-    code.loop(a["size"], [], body)
+    code.loop(a["size"], [], body, step=LANES)
 
 
 @function(**_TRANSPOSE)
 def float32_transpose(code: Code, a: dict[str, ir.Value]) -> None:
     """y[size][16] = keys[16][size]; `stride` between keys in bytes."""
-    _transpose(code, a, lambda inner, at: inner.load(F32, at), 4)
+    _transpose(code, a, _load_float32, 4)
 
 
 @function(**_TRANSPOSE)
 def bfloat16_transpose(code: Code, a: dict[str, ir.Value]) -> None:
     """As float32_transpose."""
-
-    def element(inner: Code, at: ir.Value) -> ir.Value:
-        bits = inner.b.shl(inner.b.zext(inner.load(I16, at), I32), constant(I32, 16))
-        return inner.b.bitcast(bits, F32)
-
-    _transpose(code, a, element, 2)
+    _transpose(code, a, load_bfloat16, 2)

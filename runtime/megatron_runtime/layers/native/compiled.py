@@ -29,8 +29,8 @@ _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _SYMBOL = "megatron_native"
 _WORDS = 5
 _SOURCES = (
-    *("attention", "entry", "entry_points", "ir", "lookup", "records"),
-    *("rows", "sizes", "step", "sync", "tiles"),
+    *("attention", "blocks", "entry", "entry_points", "ir", "lookup", "panels", "products", "records"),
+    *("rows", "sizes", "step", "step_attention", "sync", "tiles"),
 )
 """What the machine code is made of."""
 

@@ -10,6 +10,7 @@ from megatron_runtime.layers.native.entry_points import (
     LEAD,
     LOOK_UP,
     MAKE_SEMAPHORES,
+    PACK,
     POST,
     RUN_STEP,
     SERVE,
@@ -17,9 +18,11 @@ from megatron_runtime.layers.native.entry_points import (
 )
 from megatron_runtime.layers.native.ir import compiled, pointer
 from megatron_runtime.layers.native.lookup import look_up
+from megatron_runtime.layers.native.panels import pack
+from megatron_runtime.layers.native.products import run_product
 from megatron_runtime.layers.native.records import PRODUCT, STEP
 from megatron_runtime.layers.native.sizes import SEMAPHORE_BYTES
-from megatron_runtime.layers.native.step import run_product, run_step
+from megatron_runtime.layers.native.step import run_step
 from megatron_runtime.layers.native.sync import barrier, sem_init, sem_post, wait
 
 _LEADER, _NONE = np.int64(0), np.int64(0)
@@ -63,6 +66,8 @@ def entry(what, a, b, c, d):
         _work(a, b, c, _NONE)
     elif what == LOOK_UP:
         look_up(a, b, c, d)
+    elif what == PACK:
+        pack(a, b, c)
     elif what == MAKE_SEMAPHORES:
         for number in range(b):
             sem_init(a + number * SEMAPHORE_BYTES, 0, 0)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-LEAD, SERVE, LOOK_UP, MAKE_SEMAPHORES, POST = range(5)
+LEAD, SERVE, LOOK_UP, PACK, MAKE_SEMAPHORES, POST = range(6)
 """
 LEAD             (job, semaphores, others)     run a job as thread 0, with `others` threads that serve
 SERVE            (job, semaphore, thread)      run jobs as this thread until one is STOP
 LOOK_UP          (matrix, ids, count, y)       unpack rows of a matrix
+PACK             (packing, first, stop)        pack some units of a matrix
 MAKE_SEMAPHORES  (semaphores, count)
 POST             (semaphores, count)
 """

@@ -21,6 +21,15 @@ I8, I16, I32, I64 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64
 F16, F32 = ir.HalfType(), ir.FloatType()
 F32_V, I32_V = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
 
+_EXCHANGES = (
+    (1, [0, 8, 1, 9, 4, 12, 5, 13], [2, 10, 3, 11, 6, 14, 7, 15]),
+    (2, [0, 1, 8, 9, 4, 5, 12, 13], [2, 3, 10, 11, 6, 7, 14, 15]),
+    (4, [0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]),
+)
+"""Lanes that vectors so many apart give each other on the way to a transposed square."""
+_EXCHANGED = (0, 2, 1, 3, 4, 6, 5, 7)
+"""Where the columns of the square are then."""
+
 _NUMBA_TYPES = {I32: types.int32, I64: types.int64, F32: types.float32}
 
 compiled = njit(nogil=True, error_model="numpy")
@@ -91,6 +100,27 @@ class Code:
             high = ir.Constant(ir.VectorType(I32, lanes), list(range(lanes, 2 * lanes)))
             vector = self.max(*(self.b.shuffle_vector(vector, vector, mask) for mask in (low, high)))
         return self.b.extract_element(vector, constant(I32, 0))
+
+    def transposed(self, rows: Sequence[ir.Value]) -> list[ir.Value]:
+        """The columns of eight vectors of floats."""
+        vectors = list(rows)
+        kind = ir.VectorType(I32, LANES)
+        for apart, *lanes in _EXCHANGES:
+            for i in range(LANES):
+                if not i & apart:
+                    pair = vectors[i], vectors[i + apart]
+                    for to, mask in zip((i, i + apart), lanes, strict=True):
+                        vectors[to] = self.b.shuffle_vector(*pair, ir.Constant(kind, mask))
+        return [vectors[i] for i in _EXCHANGED]
+
+    def prefetch(self, address: ir.Value, offset: int) -> None:
+        """Ask for the cache line there; any address will do."""
+        pointer = I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [pointer, I32, I32, I32])
+        module = self.function.module
+        known = module.globals.get("llvm.prefetch.p0i8") or ir.Function(module, kind, "llvm.prefetch.p0i8")
+        # To be read, and kept near, as data.
+        self.b.call(known, [self._pointer(I8, address, offset), *(constant(I32, value) for value in (0, 3, 1))])
 
     def loop(
         self,

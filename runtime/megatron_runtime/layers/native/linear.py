@@ -72,14 +72,15 @@ def _rows(matrix: PackedMatrix, ids_T: torch.Tensor) -> torch.Tensor:
 class NativeLinears:
     """Implements LinearFactory. A matrix of a size that cannot be packed stays dense.
 
-    format: of dense weights; quantised ones are taken as they are where the format is an integer one.
+    format: of dense weights; quantised ones are taken as they are where the format is an integer one, else
+            unpacked on their way into panels.
     """
 
     dtype = torch.float32
 
     def __init__(self, format: Format) -> None:
         self._format = format
-        self.quantized_kinds = QUANTIZED_KINDS if format in ("int4", "int8") else frozenset[int]()
+        self.quantized_kinds = QUANTIZED_KINDS
         self._dense = DenseLinears(self.dtype)
 
     def linear(self, weight_NK: Weight) -> Linear:

@@ -16,6 +16,18 @@ def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
 
 MATRIX = _record("format", "address", "inputs", "outputs")
 
+FROM_Q4_0, FROM_Q4_1, FROM_Q8_0, FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = range(6)
+"""What a matrix is packed from; see blocks.py."""
+
+PACKING = _record(
+    "kind",
+    "source",
+    "row_bytes",  # from one row of the source to the next
+    "matrix",  # MATRIX, in float32 or bfloat16
+    "square",  # SQUARE_BYTES
+)
+"""One matrix to be packed."""
+
 LAYER = _record(
     "is_local",
     "attention_norm",

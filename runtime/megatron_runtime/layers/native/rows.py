@@ -174,13 +174,19 @@ def narrow(code: Code, a: dict[str, ir.Value]) -> None:
     b = code.b
 
     def body(i: ir.Value, _: list[ir.Value]) -> list[ir.Value]:
-        bits = code.load(I32_V, code.at(a["x"], i, 4))
-        odd = b.and_(b.lshr(bits, constant(I32_V, 16)), constant(I32_V, 1))
-        rounded = b.add(bits, b.add(odd, constant(I32_V, 0x7FFF)))
+        rounded = rounded_bfloat16(code, code.load(F32_V, code.at(a["x"], i, 4)))
         code.store(b.trunc(b.lshr(rounded, constant(I32_V, 16)), _HALF), code.at(a["y"], i, 2))
         return []
 
     code.loop(a["count"], [], body, step=LANES)
+
+
+def rounded_bfloat16(code: Code, value: ir.Value) -> ir.Value:
+    """Bits of floats whose upper halves are the nearest bfloat16."""
+    b = code.b
+    bits = b.bitcast(value, I32_V)
+    odd = b.and_(b.lshr(bits, constant(I32_V, 16)), constant(I32_V, 1))
+    return b.add(bits, b.add(odd, constant(I32_V, 0x7FFF)))
 
 
 def load_bfloat16(code: Code, address: ir.Value) -> ir.Value:

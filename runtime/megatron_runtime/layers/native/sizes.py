@@ -13,8 +13,11 @@ UNIT = 16
 """Outputs of a piece of a matrix: one panel of floats, two of integers."""
 MOST_ROWS = 6
 """Of a float tile: 6 x 2 accumulators, 2 weights and one activation fill 15 of 16 registers."""
-MOST_INTEGER_ROWS = 4
-"""Of an integer tile: 8 registers hold a block of weights."""
+MOST_INT4_ROWS = 4
+"""Of an int4 tile: 8 registers hold a block of weights."""
+MOST_INT8_ROWS = 3
+"""Of an int8 tile: each row has two sums; those of four do not fit the registers, and gave 43 instead of 56 billion
+products a second."""
 PRIVATE_ROWS = 4
 """Up to so many rows every thread prepares the inputs of a product for itself: cheaper than a barrier."""
 QUERY_BLOCK = 48
@@ -23,6 +26,8 @@ PIECES = 8
 """Pieces of a product for each thread."""
 PHASES_PER_LAYER = 5
 """Phases of a layer that draw tickets."""
+SQUARE_BYTES = UNIT * BLOCK * 4
+"""Floats of 32 inputs of a unit, on their way to a panel."""
 SEMAPHORE_BYTES = 64
 """sem_t has 32 bytes on 64-bit Linux; a cache line of its own keeps its neighbours quiet."""
 _ROW_BYTES = 1 << 18

@@ -34,7 +34,14 @@ from megatron_runtime.layers.native.ir import (
     define,
     function,
 )
-from megatron_runtime.layers.native.sizes import BLOCK, INT4_BLOCK_BYTES, INT8_BLOCK_BYTES, MOST_INTEGER_ROWS, MOST_ROWS
+from megatron_runtime.layers.native.sizes import (
+    BLOCK,
+    INT4_BLOCK_BYTES,
+    INT8_BLOCK_BYTES,
+    MOST_INT4_ROWS,
+    MOST_INT8_ROWS,
+    MOST_ROWS,
+)
 
 _I8_V, _I16_V = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
 _HALVES = ir.VectorType(F16, LANES)
@@ -45,6 +52,9 @@ _INTEGER_TILE = dict.fromkeys(("x", "x_stride", "scales", "scales_stride", "pane
     "adds": I32
 }
 Accumulators = list[ir.Value]
+_AHEAD = 2048
+"""Bytes before they are needed, weights are asked for: what the processor foresees by itself ends with each page."""
+_LINE = 64
 
 
 def _finish(code: Code, a: dict[str, ir.Value], sums: Sequence[Accumulators]) -> None:
@@ -83,7 +93,9 @@ def _float32(code: Code, a: dict[str, ir.Value], rows: int) -> None:
 def _bfloat16(code: Code, a: dict[str, ir.Value], rows: int) -> None:
     def body(k: ir.Value, sums: Accumulators) -> Accumulators:
         b = code.b
-        pairs = [code.load(I32_V, code.at(a["panel"], k, 32), v * _VECTOR_BYTES) for v in range(2)]
+        at = code.at(a["panel"], k, 32)
+        _ask_ahead(code, at, 64)
+        pairs = [code.load(I32_V, at, v * _VECTOR_BYTES) for v in range(2)]
         even = [b.bitcast(b.shl(pair, constant(I32_V, 16)), F32_V) for pair in pairs]
         odd = [b.bitcast(b.and_(pair, constant(I32_V, -65536)), F32_V) for pair in pairs]
         return _multiply(code, a, rows, k, 1, odd, _multiply(code, a, rows, k, 0, even, sums))
@@ -115,6 +127,7 @@ def _int4(code: Code, a: dict[str, ir.Value], rows: int) -> None:
     def body(block: ir.Value, sums: Accumulators) -> Accumulators:
         b = code.b
         at = code.at(a["panel"], block, INT4_BLOCK_BYTES)
+        _ask_ahead(code, at, INT4_BLOCK_BYTES)
         packed = [code.load(_I8_V, at, v * _VECTOR_BYTES) for v in range(4)]
         low = [b.and_(vector, constant(_I8_V, 15)) for vector in packed]
         shifted = [b.lshr(b.bitcast(vector, _I16_V), constant(_I16_V, 4)) for vector in packed]
@@ -143,6 +156,7 @@ def _int8(code: Code, a: dict[str, ir.Value], rows: int) -> None:
     def body(block: ir.Value, sums: Accumulators) -> Accumulators:
         b = code.b
         at = code.at(a["panel"], block, INT8_BLOCK_BYTES)
+        _ask_ahead(code, at, INT8_BLOCK_BYTES)
         scale = b.fpext(code.load(_HALVES, at, 256), F32_V)
         totals: list[ir.Value | None] = [None] * rows
         for group in range(8):
@@ -167,6 +181,11 @@ def _int8(code: Code, a: dict[str, ir.Value], rows: int) -> None:
         return result
 
     _finish(code, a, _rows(code.loop(_blocks(code, a), _zeros(rows, 1), body), rows))
+
+
+def _ask_ahead(code: Code, at: ir.Value, size: int) -> None:
+    for line in range(0, size, _LINE):
+        code.prefetch(at, _AHEAD + line)
 
 
 def _row(code: Code, a: dict[str, ir.Value], name: str, row: int, block: ir.Value, size: int) -> ir.Value:
@@ -219,10 +238,10 @@ def bfloat16_tile(code: Code, a: dict[str, ir.Value]) -> None:
 @function(rows=I64, **_INTEGER_TILE)
 def int4_tile(code: Code, a: dict[str, ir.Value]) -> None:
     """y[rows][8] = (y +) x[rows][inputs] · panel. `scales`: what quantize() left of 32 inputs: scale, scaled sum."""
-    _by_rows(code, a, _INTEGER_TILE, _int4, MOST_INTEGER_ROWS)
+    _by_rows(code, a, _INTEGER_TILE, _int4, MOST_INT4_ROWS)
 
 
 @function(rows=I64, **_INTEGER_TILE)
 def int8_tile(code: Code, a: dict[str, ir.Value]) -> None:
     """As int4_tile."""
-    _by_rows(code, a, _INTEGER_TILE, _int8, MOST_INTEGER_ROWS)
+    _by_rows(code, a, _INTEGER_TILE, _int8, MOST_INT8_ROWS)
