@@ -77,7 +77,7 @@ class OperatorProcess:
             keeper.cancel()
             await asyncio.gather(keeper, return_exceptions=True)
 
-    async def reaches(self, phase: str, *, seconds: float = 45) -> None:
+    async def reaches(self, phase: str, *, seconds: float = 120) -> None:
         assert self._process is not None
         process = self._process
 
