@@ -11,7 +11,6 @@ What is there is written after each round.
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from pathlib import Path
 
@@ -50,6 +49,7 @@ def float32_operations_per_second() -> float:
 @click.option("--http-weights", type=click.Choice([*DTYPES]), multiple=True, default=["4-bit", "bfloat16"], **_HELP)
 @click.option("--seconds-each", type=float, default=45, help="An engine has on weights; then no new round.", **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
+@click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/peers/models", **_HELP)
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="docs/peers.json", **_HELP)
 def main(
     *,
@@ -62,6 +62,7 @@ def main(
     http_weights: list[str],
     seconds_each: float,
     threads: int,
+    models: Path,
     path: Path,
 ) -> None:
     """Measure the engine and its server beside others; write docs/peers.json and a plot beside it."""
@@ -74,23 +75,20 @@ def main(
         "threads": threads,
     }
     report = Report(path, machine() | measured, bandwidth, compute)
-    with tempfile.TemporaryDirectory() as directory:
-        files = write_forms(Path(directory), [*weights, *http_weights])
-        for name in weights if rounds else ():
-            group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-            report.engines += group
-            measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
-            measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
-            report.write()
-        for name in http_weights if http_rounds else ():
-            others = servers(name, files, llama_server=llama_server, vllm_venv=vllm_venv, threads=threads)
-            own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
-            report.servers += [server.engine for server in others]
-            report.own.append(own)
-            measure_servers(
-                others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write
-            )
-            report.write()
+    files = write_forms(models, [*weights, *http_weights])
+    for name in weights if rounds else ():
+        group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+        report.engines += group
+        measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
+        measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
+        report.write()
+    for name in http_weights if http_rounds else ():
+        others = servers(name, files, llama_server=llama_server, vllm_venv=vllm_venv, threads=threads)
+        own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
+        report.servers += [server.engine for server in others]
+        report.own.append(own)
+        measure_servers(others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
+        report.write()
     for row in report.table():
         click.echo(f"{row[0]:9} {row[1]:22} {row[2]:>9} {row[3]:>9} {row[4]:14} {row[5]}")
 

@@ -79,8 +79,9 @@ class Report:
         if cell in HTTP and own is not None and cell.name in own.figures:
             engine = statistics.median(own.figures[cell.name])
             return {"own_engine": _rounded(engine), "ratio_to_own_engine": round(ours / engine, 2)}
-        if cell is MEMORY and own is not None:
-            return {"above_mib": _rounded(own.start.get("platform_rss_mib", 0.0))}
+        if cell is MEMORY:
+            ours_started = next(e.start for e in self.engines if e.weights == weights and e.name == OURS)
+            return {"above_mib": _rounded(ours_started["platform_rss_mib"])}
         if cell is READY and own is not None:
             return {"of_it_import_torch": round(own.start.get("platform_seconds", 0.0), 2)}
         return {}

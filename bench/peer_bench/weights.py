@@ -18,6 +18,10 @@ DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
 _HEAD = 49152 * 576
 """Shared with the embedding."""
 LAYER_PARAMETERS = 134_515_008 - _HEAD
+_FILE_TYPES = {
+    gguf.GGMLQuantizationType.F32: gguf.LlamaFileType.ALL_F32,
+    gguf.GGMLQuantizationType.F16: gguf.LlamaFileType.MOSTLY_F16,
+}
 STEP_BYTES = {
     # Blocks of Q4_1, and of Q8_0.
     "4-bit": LAYER_PARAMETERS * 20 / 32 + _HEAD * 34 / 32,
@@ -28,7 +32,11 @@ STEP_BYTES = {
 
 
 def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
-    """Return paths: "hf" a directory that transformers reads, and a GGUF file by the name of the weights."""
+    """Return paths: "hf" a directory that transformers reads, and a GGUF file by the name of the weights.
+
+    directory: kept between runs, for those that keep what they compiled by the path of the weights.
+    """
+    directory = directory.absolute()
     source = resolve(MODEL).location
     files = {"hf": str(directory / "hf"), "4-bit": str(source)}
     export_hf(MODEL, directory / "hf")
@@ -52,6 +60,7 @@ def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> 
         if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
             continue
         writer.add_key_value(name, entry.contents(), entry.types[0], entry.types[-1] if len(entry.types) > 1 else None)
+    writer.add_file_type(_FILE_TYPES[kind])
     for tensor in reader.tensors:
         values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
         is_plain = values.ndim == 1 or kind is gguf.GGMLQuantizationType.F32

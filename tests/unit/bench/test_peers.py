@@ -1,0 +1,97 @@
+"""Engines beside others: whoever fails is named, and a ratio above one is ours ahead whatever the unit."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "bench"))
+
+from peer_bench.cells import HTTP, LOAD, OURS, Engine, measure_all  # noqa: E402
+from peer_bench.processes import Worker, WorkerError  # noqa: E402
+from peer_bench.report import Report  # noqa: E402
+
+STEADY = """
+import sys, time
+sys.path.insert(0, ".")
+from worker import serve
+
+def load():
+    def generate(prompts, new_tokens):
+        time.sleep({seconds})
+        print("what a library says on standard output")
+        time.sleep({seconds} * new_tokens)
+        return {seconds}
+    return generate, 100
+
+serve(load, libraries=("json",))
+"""
+CPUS = os.sched_getaffinity(0)
+
+
+def engine(name: str, program: str, *, weights: str = "4-bit") -> Engine:
+    return Engine(name, weights, [sys.executable, "-c", program])
+
+
+@pytest.fixture
+def report(tmp_path: Path) -> Report:
+    return Report(tmp_path / "peers.json", {"cpus": 2}, bandwidth=1e10, compute=1e11)
+
+
+def rows_of(report: Report) -> dict[str, dict]:
+    return {row["cell"]: row for row in json.loads(report.path.read_text())["rows"]}
+
+
+def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> None:
+    group = [
+        engine(OURS, STEADY.format(seconds=0.001)),
+        engine("slow", STEADY.format(seconds=0.004)),
+        engine("broken", "raise SystemExit('no such instruction')"),
+    ]
+    report.engines += group
+    measure_all(group, rounds=2, seconds_each=1e9, cpus=CPUS, after_round=report.write)
+    document = json.loads(report.path.read_text())
+    assert {e["engine"]: e["failure"] for e in document["engines"]} == {
+        OURS: None,
+        "slow": None,
+        "broken": "no such instruction",
+    }
+    rows = rows_of(report)
+    assert {"decode b1", "decode b8", "decode b32", "prefill 512", "first token of 64 ms", "load s"} == set(rows)
+    assert all(row["peer"] == "slow" for row in rows.values())
+    assert rows["decode b8"]["all"]["slow"]["rounds"] == 2
+    assert all(worker.worker is None for worker in group)
+
+
+def test_one_that_used_up_its_seconds_keeps_its_first_round(report: Report) -> None:
+    group = [engine(OURS, STEADY.format(seconds=0.0))]
+    report.engines += group
+    measure_all(group, rounds=3, seconds_each=1e-9, cpus=CPUS, after_round=report.write)
+    assert rows_of(report)["decode b1"]["all"][OURS]["rounds"] == 1
+
+
+def test_ahead_is_above_one_whether_more_or_less_is_better(report: Report) -> None:
+    ours, peer = engine(OURS, ""), engine("llama.cpp", "")
+    report.servers += [ours, peer]
+    for cell, own, other in ((HTTP[0], 30.0, 20.0), (LOAD, 0.5, 0.25)):
+        ours.figures[cell.name], peer.figures[cell.name] = [own], [other]
+    report.engines += report.servers
+    alone = engine(OURS, "")
+    alone.figures[HTTP[0].name] = [40.0]
+    report.own.append(alone)
+    report.write()
+    rows = rows_of(report)
+    assert rows["http 1"]["ratio"] == 1.5
+    assert rows["http 1"]["ratio_to_own_engine"] == 0.75
+    assert rows["load s"]["ratio"] == 0.5
+    assert "llama.cpp" in report.path.with_suffix(".svg").read_text()
+
+
+def test_an_engine_that_ends_amid_a_question_says_its_last_words() -> None:
+    program = STEADY.format(seconds=0).replace("time.sleep(0 * new_tokens)", "sys.exit('out of memory')")
+    worker = Worker([sys.executable, "-c", program], cpus=CPUS)
+    with pytest.raises(WorkerError, match="out of memory"):
+        worker.ask(batch=1, prompt_tokens=4, new_tokens=2, seed=1)
