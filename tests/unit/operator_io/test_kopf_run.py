@@ -1,0 +1,75 @@
+"""However kopf ends, or does not, the operator goes on."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from kubernetes.aio.client import Configuration
+
+from megatron_operator.controller import kopf_run
+from megatron_operator.controller.kopf_run import KopfRun, WatchesEndedError
+from megatron_operator.controller.supervisor import Supervisor
+
+
+def no_task(*_: Any) -> Any:
+    raise AssertionError("no resource is there")
+
+
+@pytest.fixture
+async def make_run(monkeypatch: pytest.MonkeyPatch) -> Callable[..., KopfRun]:
+    """make_run(operator): a run of something in place of kopf."""
+    monkeypatch.setattr(kopf_run, "END_SECONDS", 0.05)
+
+    def make(operator: Callable[..., Any]) -> KopfRun:
+        monkeypatch.setattr(kopf_run.kopf, "operator", operator)
+        return KopfRun(
+            Configuration(), Supervisor(no_task), namespaces=("a",), watch_seconds=40, started=lambda index: None
+        )
+
+    return make
+
+
+async def until_told(*, stop_flag: asyncio.Event, **_: Any) -> None:
+    await stop_flag.wait()
+
+
+async def test_it_ends_when_it_is_told(make_run: Any) -> None:
+    run = make_run(until_told)
+    running = asyncio.create_task(run.run())
+    await asyncio.sleep(0)
+    assert not running.done()
+    run.end()
+    await running
+
+
+async def test_a_kind_that_vanishes_ends_it_in_good_order(make_run: Any) -> None:
+    run = make_run(until_told)
+    run.watches.vanished.set()
+    with pytest.raises(WatchesEndedError, match="served no more"):
+        await run.run()
+
+
+async def test_why_it_failed_is_said(make_run: Any) -> None:
+    async def fail(**_: Any) -> None:
+        raise ValueError("the watch said 500")
+
+    with pytest.raises(WatchesEndedError, match="the watch said 500"):
+        await make_run(fail).run()
+
+
+async def test_one_that_is_stuck_in_its_end_is_left_alone(make_run: Any) -> None:
+    stuck = asyncio.Event()
+
+    async def hang(*, stop_flag: asyncio.Event, **_: Any) -> None:
+        stop_flag.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            await stuck.wait()
+
+    with pytest.raises(WatchesEndedError, match="not come to its end"):
+        await make_run(hang).run()
+    stuck.set()
