@@ -28,7 +28,9 @@ LOOKS = 10
 
 
 class Attackers:
-    """DEALER sockets that never read."""
+    """DEALER sockets. What they are answered is thrown away, not left: ZeroMQ closes a connection whose peer reads
+    nothing, heartbeats included, and nothing more is sent on it.
+    """
 
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
@@ -39,7 +41,7 @@ class Attackers:
     def connect(self, port: Role, keys: PeerKeys | None) -> zmq.Socket:
         socket = self._context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
-        socket.setsockopt(zmq.RCVHWM, 100)
+        socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.LINGER, 0)
         self._sockets.append(socket)
         if keys is not None:
@@ -51,6 +53,11 @@ class Attackers:
         socket = self.connect(role, self._fleet.keys(role))
         socket.send_multipart(Hello(role=role, name=f"attacker-{role.name}", incarnation=1).to_frames())
         return socket
+
+    def read(self) -> None:
+        for socket in self._sockets:
+            while socket.poll(0):
+                socket.recv_multipart()
 
     def close(self) -> None:
         self._context.destroy(linger=0)
@@ -85,6 +92,7 @@ async def test_a_flood_of_broken_frames_disturbs_nobody(
         for number in range(BURST):
             rng.choice(sockets).send_multipart(source.next())
             if number % 50 == 0:
+                attackers.read()
                 await asyncio.sleep(0)
         if turn % 50 == 0:
             for role, length in OVERSIZED.items():
@@ -96,11 +104,12 @@ async def test_a_flood_of_broken_frames_disturbs_nobody(
     counts: list[int] = []
 
     def all_were_read(status: StatusReply) -> bool:
+        attackers.read()
         counts.append(status.rejected_frames)
         return len(counts) > LOOKS and counts[-1] == counts[-LOOKS]
 
     status = await until_status(link, all_were_read, seconds=300, what="every frame was read")
-    assert status.rejected_frames > FRAMES / 10
+    assert status.rejected_frames > FRAMES * 0.8, "most are broken, the others are requests"
     most = max(most, memory().rss)
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
     growth = most - start
