@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -340,6 +341,9 @@ class EngineWorker:
 
 async def _serve(settings: EngineSettings) -> BaseException | None:
     loaded = build_engine(settings)
+    # What imports made stays as long as the process: a collection, which every suspend and swap of weights waits for,
+    # takes 90 ms to go through it, and 0.1 ms without.
+    gc.freeze()
     worker = EngineWorker(settings, loaded)
     loop = asyncio.get_running_loop()
     leaving: list[asyncio.Task[None]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import socket
@@ -36,6 +37,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
         tokenizer = load_tokenizer(settings.model)
+        gc.freeze()  # modules and vocabulary stay as long as the process: no collection, and no stream, waits for them
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
