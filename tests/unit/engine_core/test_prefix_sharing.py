@@ -5,7 +5,7 @@ import pytest
 
 from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.engines.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
@@ -240,6 +240,18 @@ def test_what_was_under_computation_as_the_epoch_changed_does_not_become_findabl
     assert len(engine.context.prefix_cache) == 0
     add(engine, 1, PROMPT)
     assert run(engine)[1].num_cached_tokens == 0
+
+
+def test_other_weights_empty_the_cache_even_under_the_same_epoch() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    run(engine)
+    engine.executor.stage_weights("other")
+    engine.swap_weights(engine.epoch)
+    add(engine, 1, PROMPT)
+    last = run(engine)
+    assert last[1].num_cached_tokens == 0
+    assert last[1].new_tokens == echo_answer(PROMPT, 4, weights=echo_weights("other"))
 
 
 def test_an_epoch_of_other_weights_empties_the_cache() -> None:

@@ -107,6 +107,30 @@ def test_frequencies_are_those_of_the_exact_distribution(
     assert statistic < 35  # chi-square with at most 11 degrees of freedom: p < 0.0003
 
 
+def test_a_row_of_logits_is_drawn_as_its_row_of_the_plan_says() -> None:
+    """Rows without a sample, as of prompts under way, lie between."""
+    logits = np.random.default_rng(4).normal(size=(6, 40)).astype(np.float32)
+    columns = {
+        "temperature": [0.0, 1.0, 0.5, 2.0, 1.0, 1.0],
+        "top_k": [0, 3, 0, 0, 7, 0],
+        "top_p": [0, 0, 0.5, 0, 0, 0],
+        "min_p": [0, 0, 0, 0.3, 0, 0],
+        "seeds": [11, 12, 13, 14, 15, 16],
+        "positions": [0, 5, 2, 9, 4, 7],
+    }
+    whole = draw(logits, **columns)
+    for rows in ([1, 4], [5, 2, 3], [3]):
+        some = sample(logits[rows], batch_of(6, **columns), np.array(rows))
+        assert some.tolist() == whole[rows].tolist()
+
+
+@pytest.mark.parametrize("top_k", [0, 5])
+@pytest.mark.parametrize("top_p", [0.0, 0.9])
+def test_the_likeliest_token_passes_the_highest_min_p(top_k: int, top_p: float) -> None:
+    logits = np.random.default_rng(3).normal(size=(50, 40))
+    assert np.array_equal(draw(logits, min_p=1.0, top_k=top_k, top_p=top_p), logits.argmax(axis=-1))
+
+
 def test_large_vocabulary_is_drawn_from_whole_however_flat() -> None:
     """More tokens matter than are sorted at first: every stage of the search must agree with the definition."""
     vocabulary, draws = 9000, 300
