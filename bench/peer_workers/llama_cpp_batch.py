@@ -5,7 +5,7 @@ import time
 
 from worker import Generate, serve
 
-_TOKENS_EACH = 576
+_TOKENS_EACH = 768
 _BATCH, _MICRO_BATCH = 2048, 512
 _FLASH_ATTENTION_OFF = 0
 """The faster choice on processors at these lengths."""

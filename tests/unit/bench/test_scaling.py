@@ -1,0 +1,49 @@
+"""What one more sequence and one more cached token cost is found in the steps."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "bench"))
+
+from scaling import Cell, fit, main, table  # noqa: E402
+
+CELLS = [
+    # 3 ms, 0.5 a sequence, 2 µs a token; 24 KiB a token.
+    Cell(batch, context, 3 + 0.5 * batch + 0.002 * batch * context, 1.0, 700 + batch * context * 24 / 1024)
+    for batch in (1, 8, 32)
+    for context in (128, 512, 2048)
+]
+
+
+def test_the_slopes_are_those_of_the_steps() -> None:
+    fitted = fit(CELLS, token_bytes=24 * 1024, weight_bytes=10**8, bandwidth=1e10)
+    assert fitted["us_per_cached_token"] == pytest.approx({1: 2, 8: 2, 32: 2})
+    assert fitted["ms_per_sequence"] == pytest.approx(0.5 + 0.002 * 128)
+    assert fitted["kib_per_cached_token"] == pytest.approx(24)
+    assert fitted["weights_read_ms"] == 10
+    assert fitted["us_per_cached_token_bound"] == pytest.approx(2.4576)
+
+
+def test_a_small_model_is_measured_and_shown(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(1)
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, num_key_value_heads=2, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    path = tmp_path / "scaling.json"
+    options = ("--dtype", "float32", "--threads", "1", "--steps", "1", "--batches", "1,3", "--contexts", "16,40")
+    arguments = ["--model", str(tmp_path / "model"), *options, "--most-tokens", "100", "--json", str(path)]
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(path.read_text())
+    assert [(cell["batch"], cell["context"]) for cell in document["cells"]] == [(1, 16), (1, 40), (3, 16)]
+    assert path.with_suffix(".md").read_text() == table(document)
+    assert "| 40 |" in table(document)
+    assert path.with_suffix(".svg").read_text().count("polyline") == 2
