@@ -14,6 +14,7 @@ import uvloop
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator, Tokenizer
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.short_slices import ask_for_short_slices
 from megatron_runtime.wire.headers import Role
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 
     Raises BindError when a port is taken, KeyFileError when a key is missing.
     """
+    ask_for_short_slices()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, tokenizer=tokenizer, on_bound=on_bound))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import psutil
 import zmq
 
+from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, LeanEngine, LeanPeer
 from megatron_runtime.cli.bench.report import Figure, percentile
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
@@ -71,10 +72,30 @@ class Bench:
         self.coordinator.stop()
         self.context.term()
 
-    def cpu_seconds(self) -> tuple[float, float]:
-        """Of the coordinator so far: of all its threads, and of the one that is not ZeroMQ's."""
-        times = {thread.id: thread.user_time + thread.system_time for thread in self.process.threads()}
-        return sum(times.values()), times[self.process.pid]
+    @asynccontextmanager
+    async def direct_peers(
+        self, forwarder: Forwarder | None = None
+    ) -> AsyncIterator[tuple[list[LeanClient], list[DirectEngine]]]:
+        """Peers that no coordinator is between, but perhaps a forwarder."""
+        options = self.options
+        behind = forwarder.engine_address if forwarder is not None else None
+        engines = [DirectEngine(self.context, forwarder_address=behind) for _ in range(options.engines)]
+        clients = [
+            LeanClient(
+                self.context,
+                forwarder.client_address if forwarder is not None else engines[number % len(engines)].address,
+                f"direct-{number}",
+            )
+            for number in range(options.clients)
+        ]
+        try:
+            await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in clients)), 30)
+            yield clients, engines
+        finally:
+            for client in clients:
+                await client.close()
+            for engine in engines:
+                engine.socket.close()
 
     @asynccontextmanager
     async def peers(
@@ -139,39 +160,57 @@ async def sequential(bench: Bench) -> list[Figure]:
 async def throughput(bench: Bench) -> list[Figure]:
     """Closed loop: every client keeps WINDOW requests open."""
     options = bench.options
-    done = asyncio.Event()
-    left = submitted = 0
     async with bench.peers(clients=options.clients, engines=options.engines) as (clients, _):
-
-        def submit(client: LeanClient) -> None:
-            nonlocal submitted
-            client.submit(bench.prompts[submitted % DISTINCT_PROMPTS])
-            submitted += 1
-
-        def answered(client: LeanClient) -> None:
-            nonlocal left
-            left -= 1
-            if submitted < options.requests:
-                submit(client)
-            elif left == 0:
-                done.set()
-
-        for client in clients:
-            client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
-        left = options.requests
-        before, begun = bench.cpu_seconds(), time.perf_counter()
-        for number in range(min(options.requests, WINDOW * len(clients))):
-            submit(clients[number % len(clients)])
-        await done.wait()
-        seconds = time.perf_counter() - begun
-        all_threads, own_thread = (now - then for now, then in zip(bench.cpu_seconds(), before, strict=True))
+        rate, all_threads, own_thread = await _closed_loop(bench, clients, bench.coordinator.pid)
+    with Forwarder() as forwarder:
+        async with bench.direct_peers(forwarder) as (clients, _):
+            _, floor, _ = await _closed_loop(bench, clients, forwarder.pid)
     tokens = f"{options.prompt_tokens}-token prompts"
     own = "of it in its own thread, not ZeroMQ's"
+    share = 100 * floor / all_threads if all_threads else 0.0
     return [
-        Figure("requests_per_second", f"requests, {tokens}, {options.clients} clients", submitted / seconds, "1/s"),
-        Figure("cpu_us_per_request", "coordinator's CPU per request", all_threads / submitted * 1e6, "µs", "≤ 100"),
-        Figure("own_thread_us_per_request", own, own_thread / submitted * 1e6, "µs"),
+        Figure("requests_per_second", f"requests, {tokens}, {options.clients} clients", rate, "1/s"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", all_threads, "µs", "≤ 100"),
+        Figure("own_thread_us_per_request", own, own_thread, "µs"),
+        Figure("floor_us_per_request", "CPU per request of a forwarder that does nothing", floor, "µs"),
+        Figure("floor_percent", "the forwarder's share of the coordinator's CPU", share, "%"),
     ]
+
+
+async def _closed_loop(bench: Bench, clients: Sequence[LeanClient], pid: int) -> tuple[float, float, float]:
+    """Requests/s, and the CPU in µs a request of process `pid`: of all threads, and of its own without ZeroMQ's."""
+    count = bench.options.requests
+    done = asyncio.Event()
+    submitted = answers = 0
+
+    def submit(client: LeanClient) -> None:
+        nonlocal submitted
+        client.submit(bench.prompts[submitted % DISTINCT_PROMPTS])
+        submitted += 1
+
+    def answered(client: LeanClient) -> None:
+        nonlocal answers
+        answers += 1
+        if submitted < count:
+            submit(client)
+        elif answers == count:
+            done.set()
+
+    for client in clients:
+        client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
+    before, begun = _cpu_seconds(pid), time.perf_counter()
+    for number in range(min(count, WINDOW * len(clients))):
+        submit(clients[number % len(clients)])
+    await done.wait()
+    seconds = time.perf_counter() - begun
+    all_threads, own_thread = ((now - then) / count * 1e6 for now, then in zip(_cpu_seconds(pid), before, strict=True))
+    return count / seconds, all_threads, own_thread
+
+
+def _cpu_seconds(pid: int) -> tuple[float, float]:
+    """Of a process so far: of all its threads, and of the first, which is not ZeroMQ's."""
+    times = {thread.id: thread.user_time + thread.system_time for thread in psutil.Process(pid).threads()}
+    return sum(times.values()), times[pid]
 
 
 async def added_latency(bench: Bench) -> list[Figure]:
@@ -181,27 +220,21 @@ async def added_latency(bench: Bench) -> list[Figure]:
         for engine in engines:
             engine.stamps = True
         through = await _open_loop(bench, clients, engines)
-    direct_engines = [DirectEngine(bench.context) for _ in range(options.engines)]
-    direct_clients = [
-        LeanClient(bench.context, direct_engines[number % options.engines].address, f"direct-{number}")
-        for number in range(options.clients)
-    ]
-    try:
-        await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in direct_clients)), 30)
-        direct = await _open_loop(bench, direct_clients, direct_engines)
-    finally:
-        for client in direct_clients:
-            await client.close()
-        for direct_engine in direct_engines:
-            direct_engine.socket.close()
+    with Forwarder() as forwarder:
+        async with bench.direct_peers(forwarder) as (clients, nobodies):
+            forwarded = await _open_loop(bench, clients, nobodies)
+    async with bench.direct_peers() as (clients, nobodies):
+        direct = await _open_loop(bench, clients, nobodies)
     at = f"at {options.rate:,} requests/s"
-    p50, p99 = ((percentile(through, percent), percentile(direct, percent)) for percent in (50, 99))
-    return [
-        Figure("direct_p50_ms", f"both ways without a coordinator {at}, p50", p50[1], "ms"),
-        Figure("direct_p99_ms", f"both ways without a coordinator {at}, p99", p99[1], "ms"),
-        Figure("added_p50_ms", f"added by the coordinator {at}, p50", p50[0] - p50[1], "ms"),
-        Figure("added_p99_ms", f"added by the coordinator {at}, p99", p99[0] - p99[1], "ms", "≤ 0.3"),
-    ]
+    figures = []
+    for percent, goal in ((50, ""), (99, "≤ 0.3")):
+        least, floor, all_ = (percentile(values, percent) for values in (direct, forwarded, through))
+        figures += [
+            Figure(f"direct_p{percent}_ms", f"both ways without a coordinator {at}, p{percent}", least, "ms"),
+            Figure(f"floor_added_p{percent}_ms", f"added by the forwarder, p{percent}", floor - least, "ms"),
+            Figure(f"added_p{percent}_ms", f"added by the coordinator, p{percent}", all_ - least, "ms", goal),
+        ]
+    return figures
 
 
 async def _open_loop(
@@ -257,11 +290,11 @@ async def partials(bench: Bench) -> list[Figure]:
                 done.set()
 
         client.on_partial = arrived
-        before, begun = bench.cpu_seconds()[0], time.perf_counter()
+        before, begun = _cpu_seconds(bench.coordinator.pid)[0], time.perf_counter()
         for _ in range(min(STEPS_AHEAD, steps)):
             step()
         await done.wait()
-        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds()[0] - before
+        seconds, cpu = time.perf_counter() - begun, _cpu_seconds(bench.coordinator.pid)[0] - before
         for uid in uids:
             client.abort(uid)
     what = f"coordinator's CPU per partial, {STREAMS} streams a message"

@@ -141,17 +141,22 @@ class LeanEngine(LeanPeer):
 
 
 class DirectEngine:
-    """Answers clients that connect to it, with nobody between: what the machine and the load itself take.
+    """Answers clients with no coordinator between: what the machine and the load itself take.
 
+    Clients connect to its `address`, or reach it through the forwarder at `forwarder_address`.
     taken: as LeanEngine has it.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, forwarder_address: str | None = None) -> None:
         self.taken: dict[bytes, tuple[float, float]] = {}
-        socket = context.socket(zmq.ROUTER)
+        socket = context.socket(zmq.ROUTER if forwarder_address is None else zmq.DEALER)
         for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
             socket.setsockopt(option, 0)
-        self.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        if forwarder_address is None:
+            self.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
+        else:
+            self.address = forwarder_address
+            socket.connect(forwarder_address)
         self.socket = EventSocket(socket, self._receive)
         self.socket.start()
 
