@@ -22,8 +22,6 @@ class Detokenizer(Protocol):
 
     def feed(self, ids: Iterable[int]) -> str: ...
 
-    def finish(self) -> str: ...
-
 
 @dataclass(slots=True)
 class StopText:
@@ -60,9 +58,6 @@ class StopMatcher:
             return None
         at, stop = min(found)
         return StopText(stop, at)
-
-    def finish(self) -> None:
-        self.text += self._detokenizer.finish()
 
     def releasable(self) -> int:
         """How many tokens, from the first, lie wholly before any text that could begin a stop."""
@@ -190,7 +185,6 @@ class OutputStage:
             matcher=matcher,
             details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
         )
-
         self.idle.clear()
 
     def forget(self, dispatch_id: int) -> None:

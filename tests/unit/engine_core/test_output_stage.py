@@ -31,9 +31,6 @@ class ByteDetokenizer:
     def feed(self, ids) -> str:
         return self._decoder.decode(bytes(ids))
 
-    def finish(self) -> str:
-        return self._decoder.decode(b"", True)
-
 
 class Stage:
     def __init__(self, params: SamplingParams, generated: list[int] | None = None) -> None:
@@ -100,6 +97,22 @@ def test_a_stop_text_ends_the_request_in_the_engine_too() -> None:
     stage.run(b"aab..")
     assert stage.finished_early == [1]
     assert stage.stage.idle.is_set()
+
+
+def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
+    for stops, sent in ((["xyz"], b"abc"), (["x"], b"abcde"), (["x", "xyzxy"], b"a")):
+        stage = Stage(SamplingParams(stop_words=stops))
+        for token in b"abcde":
+            stage.stage.step([RequestOutput(1, [token], 3)])
+        assert bytes(stage.partial) == sent
+
+
+def test_of_stop_texts_that_end_together_the_one_that_began_first_counts() -> None:
+    for stops in (["c", "bc"], ["bc", "c"]):
+        stage = Stage(SamplingParams(stop_words=stops))
+        stage.run(b"abcd")
+        assert stage.final is not None
+        assert (stage.final["generated_text"], stage.final["stop_reason"]) == ("a", "bc")
 
 
 def test_the_stop_text_is_kept_when_asked_for() -> None:

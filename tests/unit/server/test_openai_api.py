@@ -113,6 +113,17 @@ async def test_token_limits_cut_with_reason_length(running: Any, tokenizer: Any)
     assert params.num_tokens_to_generate == tokenizer.context_length - len(prompt)
 
 
+async def test_a_character_that_the_limit_cuts_shows_as_one_that_is_unreadable(
+    running: Any, tokenizer: Any, answer: str
+) -> None:
+    tokens = tokenizer.encode(answer)
+    texts = [tokenizer.decode(tokens[:limit]) for limit in range(1, 12)]
+    assert any(text.endswith("\N{REPLACEMENT CHARACTER}") for text in texts)
+    for limit, text in enumerate(texts, start=1):
+        reply = await running.openai.chat.completions.create(**CHAT, max_tokens=limit)
+        assert reply.choices[0].message.content == text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_choices_of_a_seed_differ_and_repeat(running: Any, stream: bool) -> None:
     async def texts(seed: int) -> list[str]:
