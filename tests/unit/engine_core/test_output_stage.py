@@ -107,6 +107,22 @@ def test_no_more_is_held_back_than_may_become_a_stop_text() -> None:
         assert bytes(stage.partial) == sent
 
 
+def test_a_partial_has_no_fewer_tokens_than_the_interval() -> None:
+    stage = Stage(SamplingParams(streaming_interval=3))
+    sent = []
+    for token in b"abcdefgh":
+        stage.stage.step([RequestOutput(1, [token], 3)])
+        sent.append(len(stage.partial))
+    assert sent == [0, 0, 3, 3, 3, 6, 6, 6]
+
+
+def test_a_stop_text_counts_from_min_tokens_on() -> None:
+    stage = Stage(SamplingParams(stop_words=["b"], min_tokens=4))
+    stage.run(b"abacbd")
+    assert stage.final is not None
+    assert (stage.final["generated_text"], stage.final["finish_reason"]) == ("abac", "stop")
+
+
 def test_of_stop_texts_that_end_together_the_one_that_began_first_counts() -> None:
     for stops in (["c", "bc"], ["bc", "c"]):
         stage = Stage(SamplingParams(stop_words=stops))
