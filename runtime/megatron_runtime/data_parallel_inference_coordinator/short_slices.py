@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import platform
 import struct
+import sys
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ def ask_for_short_slices() -> bool:
     privilege. Kernels before 6.12 take no notice. False where this is not Linux on x86-64 or ARM, or the kernel
     refuses.
     """
-    number = _SCHED_SETATTR.get(platform.machine()) if platform.system() == "Linux" else None
+    number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         return False
     nice = os.getpriority(os.PRIO_PROCESS, 0)

@@ -59,5 +59,5 @@ def test_nothing_else_of_a_thread_changes() -> None:
 
 
 def test_where_the_system_has_none_nothing_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr(short_slices.platform, "system", lambda: "Darwin")
+    monkeypatch.setattr(short_slices.sys, "platform", "darwin")
     assert ask_for_short_slices() is False
