@@ -58,7 +58,8 @@ class EventStream(Response):
 
     Nothing is sent before the first event, so a request that is refused gets a proper status; a request that waits
     longer than `keep_alive_seconds` is answered with comments until its turn comes. An ApiError after that becomes an
-    error event. When the client leaves, `events` is closed at once; when `expired` is set it ends with an error.
+    error event, and no DONE follows: the answer is not. When the client leaves, `events` is closed at once; when
+    `expired` is set it ends with an error.
     """
 
     media_type = "text/event-stream"
@@ -108,7 +109,7 @@ class EventStream(Response):
         if not self._is_started:
             await error.response()(scope, receive, send)
             return
-        await self._write(send, encode_event(error.body()) + DONE, is_last=True)
+        await self._write(send, encode_event(error.body()), is_last=True)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
