@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import socket
@@ -82,7 +81,7 @@ class Server:
             seed=seed,
         )
         try:
-            figures = asyncio.run(run(options))
+            figures = run(options)
         except (httpx.HTTPError, click.ClickException) as error:
             self.close()
             raise WorkerError(str(error) or repr(error)) from error

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ def command(*, json_file: Path | None, url: str, model: str | None, api_key: str
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = LoadOptions(url=url.rstrip("/").removesuffix("/v1"), model=model, api_key=api_key, **values)
     try:
-        figures = asyncio.run(run(options))
+        figures = run(options)
     except httpx.HTTPError as error:
         raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
     print_table(f"Server at {options.url}, {model}", figures)

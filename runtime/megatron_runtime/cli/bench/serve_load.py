@@ -12,6 +12,7 @@ from typing import Any
 
 import click
 import httpx
+import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, percentile
 
@@ -44,7 +45,13 @@ class _Answers:
     tokens: int = 0
 
 
-async def run(options: LoadOptions) -> list[Figure]:
+def run(options: LoadOptions) -> list[Figure]:
+    # The load shares the machine with what it measures: a token takes a quarter less of uvloop than of asyncio's own.
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_run(options))
+
+
+async def _run(options: LoadOptions) -> list[Figure]:
     figures: list[Figure] = []
     for clients in options.concurrency:
         figures += await _run_one(options, clients)
