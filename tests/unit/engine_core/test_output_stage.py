@@ -116,6 +116,24 @@ def test_a_partial_has_no_fewer_tokens_than_the_interval() -> None:
     assert sent == [0, 0, 3, 3, 3, 6, 6, 6]
 
 
+def test_each_destination_gets_one_partial_of_a_step_with_its_own_requests() -> None:
+    sent: list[Partial] = []
+
+    def send(frames: Frames) -> None:
+        message = decode(frames)
+        assert isinstance(message, Partial)
+        sent.append(message)
+
+    stage = OutputStage(send=send, finish_early=lambda _: None, detokenizer=ByteDetokenizer)
+    for number, route in ((1, 7), (2, 9), (3, 7)):
+        dispatch = Dispatch(number, bytes([number] * 16), route, RequestMeta(streaming=True), b"", b"", b"")
+        stage.add(dispatch, SamplingParams(), [])
+    stage.step([RequestOutput(number, [10 + number], 3) for number in (1, 2, 3)])
+    told = {partial.route: [entry.dispatch_id for entry in partial.entries] for partial in sent}
+    assert (len(sent), told) == (2, {7: [1, 3], 9: [2]})
+    assert [tokens_from_bytes(partial.tokens).tolist() for partial in sent] == [[11, 13], [12]]
+
+
 def test_a_stop_text_counts_from_min_tokens_on() -> None:
     stage = Stage(SamplingParams(stop_words=["b"], min_tokens=4))
     stage.run(b"abacbd")
