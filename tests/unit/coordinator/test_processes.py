@@ -82,7 +82,7 @@ async def processes():
 
 
 async def until_serving(link: ControlLink, names: set[str]) -> None:
-    async with asyncio.timeout(40):
+    async with asyncio.timeout(90):
         while {engine.name for engine in (await link.status()).engines if engine.serving} != names:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
