@@ -89,6 +89,6 @@ def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
     manifest["metadata"]["name"] = name
     manifest["spec"].update(spec)
     kube.apply(manifest)
-    kube.wait(f"mi/{name}", "condition=Ready", seconds=180)
+    kube.wait(f"mi/{name}", "condition=Ready", seconds=300)
     model = kube.json("mi", name)["status"]["model"]
     return Deployed(kube, name, Chat(f"http://{kube.cluster_ip(name)}", model))

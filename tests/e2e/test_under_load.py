@@ -85,9 +85,9 @@ def roll_out(kube: Kubectl) -> None:
 
 def to_and_fro(kube: Kubectl, state: str) -> None:
     kube.patch_spec("demo", desiredState=state)
-    kube.wait_state("demo", state, seconds=60)
+    kube.wait_state("demo", state, seconds=180)
     kube.patch_spec("demo", desiredState="Running")
-    kube.wait_state("demo", "Running", seconds=120)
+    kube.wait_state("demo", "Running", seconds=180)
     settled(kube)
 
 
