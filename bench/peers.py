@@ -78,19 +78,22 @@ def main(
     }
     report = Report(path, machine() | measured, bandwidth, compute)
     files = write_forms(models, [*weights, *http_weights])
-    for name in weights if rounds else ():
-        group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-        report.engines += group
-        measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
-        measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
-        report.write()
-    for name in http_weights if http_rounds else ():
-        others = servers(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-        own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
-        report.servers += [server.engine for server in others]
-        report.own.append(own)
-        measure_servers(others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
-        report.write()
+    for name in DTYPES:
+        if rounds and name in weights:
+            group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            report.engines += group
+            measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
+            measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
+            report.write()
+        if http_rounds and name in http_weights:
+            others = servers(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
+            own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
+            report.servers += [server.engine for server in others]
+            report.own.append(own)
+            measure_servers(
+                others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write
+            )
+            report.write()
     for row in report.table():
         click.echo(f"{row[0]:9} {row[1]:22} {row[2]:>9} {row[3]:>9} {row[4]:14} {row[5]}")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -43,7 +44,8 @@ class Worker:
         """Seconds, seconds to the first token of all, and the peak of memory so far."""
         assert self._process.stdin is not None
         question = {"batch": batch, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "seed": seed}
-        self._process.stdin.write(json.dumps(question) + "\n")
+        with contextlib.suppress(BrokenPipeError):  # it has ended: its last words follow
+            self._process.stdin.write(json.dumps(question) + "\n")
         return self._read(_RUN_SECONDS)
 
     def close(self) -> None:

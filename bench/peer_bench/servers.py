@@ -63,7 +63,11 @@ class Server:
                 raise WorkerError(message)
             time.sleep(0.02)  # another process's state
         self.engine.add(READY, time.perf_counter() - begun)
-        self.model = httpx.get(f"{self.url}/v1/models", timeout=30).json()["data"][0]["id"]
+        try:
+            self.model = httpx.get(f"{self.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
+        except httpx.HTTPError as error:
+            self.close()
+            raise WorkerError(f"/v1/models: {error!r}") from error
 
     @property
     def url(self) -> str:
