@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +21,19 @@ if TYPE_CHECKING:
     from megatron_runtime.engines.executor import StepPlan
 
 Float32 = npt.NDArray[np.float32]
+_WORDS = {name: number for number, name in enumerate(STEP.names or ())}
+"""Every field of a step's record has eight bytes."""
+_ITEM_WORDS = len(ITEM.names or ())
+
+
+@dataclass(frozen=True, slots=True)
+class _Room:
+    """What memory a step needs: for tokens, for rows of inputs, for the longest sequence in whole units."""
+
+    tokens: int
+    rows: int
+    context: int
+    has_prompts: bool
 
 
 def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
@@ -50,6 +64,8 @@ class NativeDecoder(DecoderModel):
         self._matrices = np.concatenate([linear.matrix.record for linear in (*linears, weights.head_WD)], dtype=MATRIX)
         self._counters = np.zeros(config.num_layers * PHASES_PER_LAYER + 1, dtype=np.int64)
         self._step = np.zeros(1, dtype=STEP)
+        self._words: npt.NDArray[np.int64] = self._step.view(np.int64)
+        self._room: _Room | None = None
         self._turns: dict[str, npt.NDArray[np.float32]] = {}
         self._set_constants()
 
@@ -61,12 +77,11 @@ class NativeDecoder(DecoderModel):
         Returns x_TD, hidden states after the last layer, and float32 [N, V], logits after the tokens asked for, which
         the next step overwrites.
         """
-        step, buffers = self._step, self._buffers
-        tokens, config = len(plan.token_ids), self.config
+        tokens, logits, config = len(plan.token_ids), len(logit_rows_N), self.config
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
-        logits_NV = buffers.floats("logits", len(logit_rows_N), config.vocab_size)
+        logits_NV = self._buffers.floats("logits", logits, config.vocab_size)
         counts, lengths = plan.query_lengths.astype(np.int64), plan.context_lengths.astype(np.int64)
-        items = _items(counts, lengths, config.num_kv_heads)
+        items, tables = _items(counts, lengths, config.num_kv_heads), np.ascontiguousarray(plan.block_tables, np.int32)
         arrays: dict[str, npt.NDArray[Any]] = {
             "x": x_TD.numpy(),
             "logits": logits_NV,
@@ -76,58 +91,78 @@ class NativeDecoder(DecoderModel):
             "sequence_starts": counts.cumsum() - counts,
             "sequence_lengths": lengths,
             "sequence_counts": counts,
-            "block_tables": np.ascontiguousarray(plan.block_tables, dtype=np.int32),
+            "block_tables": tables,
             "logit_rows": logit_rows_N,
         }
-        arrays |= self._room(tokens, len(logit_rows_N), int(lengths.max()), has_prompts=bool((counts > 1).any()))
-        arrays |= self._turns_of(int(plan.positions.max()) + 1)
-        for name, array in arrays.items():
-            step[name] = array.ctypes.data
-        step["block_table_stride"] = arrays["block_tables"].strides[0]
-        step["tokens"], step["num_items"], step["num_logits"] = tokens, len(items), len(logit_rows_N)
+        context = -(-int(lengths.max()) // UNIT) * UNIT
+        self._make_room(_Room(tokens, max(tokens, logits), context, has_prompts=len(counts) < tokens))
+        self._make_turns(int(plan.positions.max()) + 1)
         size = cache_LPXE.element_size()
-        step["cache"], step["page_size"] = cache_LPXE.data_ptr(), cache_LPXE.shape[2]
-        step["layer_stride"], step["row_stride"] = cache_LPXE.stride(0) * size, cache_LPXE.stride(2) * size
-        step["is_bfloat16"] = cache_LPXE.dtype is torch.bfloat16
+        self._set(
+            {name: _address(array) for name, array in arrays.items()}
+            | {
+                "tokens": tokens,
+                "num_items": len(items),
+                "num_logits": logits,
+                "block_table_stride": tables.strides[0],
+                "cache": cache_LPXE.data_ptr(),
+                "page_size": cache_LPXE.shape[2],
+                "layer_stride": cache_LPXE.stride(0) * size,
+                "row_stride": cache_LPXE.stride(2) * size,
+                "is_bfloat16": cache_LPXE.dtype is torch.bfloat16,
+            }
+        )
         self._counters[:] = 0
-        self._team.run_step(step)
+        self._team.run_step(self._step)
         return x_TD, logits_NV
 
-    def _room(self, tokens: int, logits: int, context: int, *, has_prompts: bool) -> dict[str, npt.NDArray[Any]]:
-        """Memory for what is in between, for the step's size."""
-        config, floats, step = self.config, self._buffers.floats, self._step
+    def _set(self, values: dict[str, int]) -> None:
+        """Words of the step's record: by number, for a field's name costs numpy more than its value."""
+        for name, value in values.items():
+            self._words[_WORDS[name]] = value
+
+    def _make_room(self, room: _Room) -> None:
+        """Memory for what is in between; what it was for the step before serves for one of the same size."""
+        if room == self._room:
+            return
+        config, floats = self.config, self._buffers.floats
         query = config.num_heads * config.head_dim
         width = max(config.hidden_size, query, config.intermediate_size)
-        context = -(-context // UNIT) * UNIT
         group = config.num_heads // config.num_kv_heads
         scratch = least_scratch(
-            context, group=group, head_dim=config.head_dim, inputs=config.hidden_size, has_prompts=has_prompts
+            room.context,
+            group=group,
+            head_dim=config.head_dim,
+            inputs=config.hidden_size,
+            has_prompts=room.has_prompts,
         )
         # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
-        rows = max(tokens, logits)
         threads = self._team.threads
-        step["width"], step["context"] = width, context
-        step["thread_inputs_stride"], step["scratch_stride"] = PRIVATE_ROWS * row * 4, scratch * 4
-        return {
-            "qkv": floats("qkv", tokens, query + 2 * config.num_kv_heads * config.head_dim),
-            "attended": floats("attended", tokens, query),
-            "gated": floats("gated", tokens, config.intermediate_size),
-            "added": floats("added", rows, config.hidden_size),
-            "shared_inputs": floats("shared_inputs", rows, row),
+        arrays = {
+            "qkv": floats("qkv", room.tokens, query + 2 * config.num_kv_heads * config.head_dim),
+            "attended": floats("attended", room.tokens, query),
+            "gated": floats("gated", room.tokens, config.intermediate_size),
+            "added": floats("added", room.rows, config.hidden_size),
+            "shared_inputs": floats("shared_inputs", room.rows, row),
             "thread_inputs": floats("thread_inputs", threads, PRIVATE_ROWS, row),
             "scratch": floats("scratch", threads, scratch),
         }
+        self._set({name: _address(array) for name, array in arrays.items()})
+        self._set({"width": width, "context": room.context, "scratch_stride": scratch * 4})
+        self._set({"thread_inputs_stride": PRIVATE_ROWS * row * 4})
+        self._room = room
 
-    def _turns_of(self, positions: int) -> dict[str, npt.NDArray[np.float32]]:
+    def _make_turns(self, positions: int) -> None:
         """cos and sin of all positions below, made for twice as many when there are more than ever before."""
-        if not self._turns or len(self._turns["cos"]) < positions:
-            at = torch.arange(max(1024, 2 * positions)).float()[:, None]
-            for prefix, frequencies in (("", self._frequencies), ("local_", self._local_frequencies)):
-                angles = at * frequencies
-                self._turns[f"{prefix}cos"] = angles.cos().numpy()
-                self._turns[f"{prefix}sin"] = angles.sin().numpy()
-        return self._turns
+        if self._turns and len(self._turns["cos"]) >= positions:
+            return
+        at = torch.arange(max(1024, 2 * positions)).float()[:, None]
+        for prefix, frequencies in (("", self._frequencies), ("local_", self._local_frequencies)):
+            angles = at * frequencies
+            self._turns[f"{prefix}cos"] = angles.cos().numpy()
+            self._turns[f"{prefix}sin"] = angles.sin().numpy()
+        self._set({name: _address(array) for name, array in self._turns.items()})
 
     def _set_constants(self) -> None:
         config, step = self.config, self._step
@@ -161,13 +196,21 @@ class NativeDecoder(DecoderModel):
         return self._kept[-1].data_ptr()
 
 
-def _items(counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], kv_heads: int) -> npt.NDArray[Any]:
-    """Pieces of attention, the largest first."""
-    pieces = [
-        (sequence, head, first, min(QUERY_BLOCK, count - first), length * min(QUERY_BLOCK, count - first))
-        for sequence, (count, length) in enumerate(zip(counts.tolist(), lengths.tolist(), strict=True))
-        for first in range(0, count, QUERY_BLOCK)
-        for head in range(kv_heads)
-    ]
-    pieces.sort(key=lambda piece: -piece[4])
-    return np.array([piece[:4] for piece in pieces], dtype=ITEM)
+def _address(array: npt.NDArray[Any]) -> int:
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
+def _items(counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], kv_heads: int) -> npt.NDArray[np.int64]:
+    """Pieces of attention, the largest first: ITEM, as rows of numbers."""
+    sequence, first, count = np.arange(len(counts)), np.zeros_like(counts), counts
+    if counts.max() > QUERY_BLOCK:
+        blocks = -(-counts // QUERY_BLOCK)
+        sequence = np.repeat(sequence, blocks)
+        first = (np.arange(len(sequence)) - np.repeat(blocks.cumsum() - blocks, blocks)) * QUERY_BLOCK
+        count = np.minimum(QUERY_BLOCK, counts[sequence] - first)
+    order = np.argsort(-lengths[sequence] * count, kind="stable")
+    items: npt.NDArray[np.int64] = np.empty((len(order), kv_heads, _ITEM_WORDS), dtype=np.int64)
+    items[..., 0], items[..., 1] = sequence[order, None], np.arange(kv_heads)
+    items[..., 2], items[..., 3] = first[order, None], count[order, None]
+    return items.reshape(-1, _ITEM_WORDS)

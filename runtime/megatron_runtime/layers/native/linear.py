@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_runtime.layers.embedding import Embedding
@@ -45,7 +46,7 @@ class NativeLinear(Linear):
 
     def dense(self) -> torch.Tensor:
         """weight_NK in float32, as it was rounded."""
-        return _rows(self.matrix, torch.arange(self.out_features))
+        return _rows(self._record, torch.arange(self.out_features), self.in_features)
 
 
 class NativeEmbedding(Embedding):
@@ -54,17 +55,18 @@ class NativeEmbedding(Embedding):
     def __init__(self, matrix: PackedMatrix) -> None:
         self.num_rows = matrix.outputs
         self.matrix = matrix
+        self._record = matrix.record
 
     def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
-        return _rows(self.matrix, ids_T)
+        return _rows(self._record, ids_T, self.matrix.inputs)
 
     def dense(self) -> torch.Tensor:
-        return _rows(self.matrix, torch.arange(self.num_rows))
+        return self(torch.arange(self.num_rows))
 
 
-def _rows(matrix: PackedMatrix, ids_T: torch.Tensor) -> torch.Tensor:
-    y_TK = np.empty((len(ids_T), matrix.inputs), dtype=np.float32)
-    ids, record = ids_T.to(torch.int64).numpy(), matrix.record
+def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.Tensor:
+    y_TK = np.empty((len(ids_T), inputs), dtype=np.float32)
+    ids = ids_T.to(torch.int64).numpy()
     entry()(LOOK_UP, record.ctypes.data, ids.ctypes.data, len(ids), y_TK.ctypes.data)
     return torch.from_numpy(y_TK)
 

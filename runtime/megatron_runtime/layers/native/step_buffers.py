@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ class Buffers:
 
     def floats(self, name: str, *shape: int) -> npt.NDArray[np.float32]:
         """float32 of this shape; the values are those of an earlier step."""
-        size = int(np.prod(shape))
+        size = prod(shape)
         array = self._arrays.get(name)
         if array is None or array.size < size:
             array = self._arrays[name] = np.empty(size, dtype=np.float32)
