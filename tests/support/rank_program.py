@@ -2,8 +2,9 @@
 
 What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
 suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
-time); fail (rank, name of a method of TorchExecutor, how often: it raises on that rank); hang (rank, one of HANGS,
-after how many orders: what happens then in layer 1); rendezvous_seconds; step_timeout_seconds.
+time); kernels (as a GPU does, on a processor); fail (rank, name of a method of TorchExecutor, how often: it raises on
+that rank); hang (rank, one of HANGS, after how many orders: what happens then in layer 1); rendezvous_seconds;
+step_timeout_seconds.
 """
 
 from __future__ import annotations
@@ -20,22 +21,23 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines import termination
-from megatron_runtime.engines.build import run_other_rank
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.executor import Executor
 from megatron_runtime.engines.rank_process import end_with
-from megatron_runtime.engines.rank_start import lead
+from megatron_runtime.engines.rank_start import follow, lead
 from megatron_runtime.engines.ranked_executor import RankedExecutor
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.gpu.device import CudaDevice
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.parallel.errors import RankError
 from megatron_runtime.parallel.groups import Groups
-from megatron_runtime.parallel.identity import RankIdentity, rank_identity
+from megatron_runtime.parallel.identity import rank_identity
 from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -65,9 +67,13 @@ HANGS: dict[str, Callable[[], object]] = {
 }
 
 
+def _config() -> InferenceConfig:
+    return InferenceConfig(block_size_tokens=16, enable_prefix_caching=True)
+
+
 def answers(executor: Executor, told: dict[str, Any]) -> dict[str, Any]:
     """What an engine on `executor` makes of the prompts."""
-    engine = DynamicInferenceEngine(executor, InferenceConfig(block_size_tokens=16, enable_prefix_caching=True))
+    engine = DynamicInferenceEngine(executor, _config())
     said: dict[int, dict[str, list[Any]]] = {}
     for index, (prompt, sampling) in enumerate(zip(told["prompts"], told["sampling"], strict=True)):
         params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)
@@ -115,12 +121,23 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
     identity = rank_identity(sizes)
     assert identity is not None
     _plant_failure(told, rank)
+
+    def part(groups: Groups) -> TorchExecutor:
+        return TorchExecutor(
+            resolve(settings.model),
+            dtype="float32",
+            threads=1,
+            kv_cache_memory=KV_CACHE_MEMORY,
+            groups=groups,
+            device=device_of_kernels() if told.get("kernels") else None,
+        )
+
     try:
         if rank == 0:
             assert say is not None
-            _lead(settings, identity, told, say)
+            _lead(lead(settings, identity, part), told, say)
         else:
-            run_other_rank(settings, identity)
+            follow(settings, identity, part)
     except RankError as error:
         end_with(error)
 
@@ -154,13 +171,15 @@ def _plant_hang(how: str, after: int) -> None:
     Groups.begin_layer = begin_and_hang  # type: ignore[method-assign]
 
 
-def _lead(settings: EngineSettings, identity: RankIdentity, told: dict[str, Any], say: Connection) -> None:
-    def part(groups: Any) -> TorchExecutor:
-        return TorchExecutor(
-            resolve(settings.model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups
-        )
+def device_of_kernels() -> CudaDevice:
+    """What a GPU does, with torch's references of the kernels."""
+    config = _config()
+    return CudaDevice(
+        max_rows=config.request_slots, max_tokens=config.step_tokens, graph_rows=0, device=torch.device("cpu")
+    )
 
-    executor: RankedExecutor = lead(settings, identity, part)
+
+def _lead(executor: RankedExecutor, told: dict[str, Any], say: Connection) -> None:
     executor.watch(on_failure=lambda _error: None, on_leave=lambda: say.send("leave"))
     try:
         _answer(executor, told, say)

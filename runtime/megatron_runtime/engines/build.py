@@ -166,7 +166,12 @@ def _torch(
         max_sequence_length=settings.max_sequence_length,
         threads=threads,
         groups=groups,
-        device=select_device(settings.device, _inference_config(settings), is_alone=groups is None),
+        device=select_device(
+            settings.device,
+            _inference_config(settings),
+            sizes=settings.parallel,
+            local_rank=identity.local_rank if identity is not None else 0,
+        ),
     )
 
 

@@ -17,8 +17,12 @@ from megatron_runtime.layers.cpu import Numbers, select_numbers
 from megatron_runtime.layers.linear import DenseLinears, LinearFactory
 from megatron_runtime.layers.native.linear import NativeLinears
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights, build_decoder
+from megatron_runtime.parallel.groups import Groups
+from megatron_runtime.parallel.shard import ParallelSizes
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 if TYPE_CHECKING:
     import numpy as np
@@ -40,6 +44,13 @@ class ModelRunner(Protocol):
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> Any: ...
 
 
+class PartRunner(Protocol):
+    """What one rank of several asks for its share of a step."""
+
+    def run(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> Parts:
+        """Returns what this rank sampled, with the rows of the plan that it is of; most ranks sample nothing."""
+
+
 class Device(Protocol):
     """One kind of device. Nothing of it is touched before something is asked for."""
 
@@ -58,6 +69,20 @@ class Device(Protocol):
     ) -> ModelRunner:
         """Raises ValueError if the device cannot run such a model."""
 
+    def stage_runner(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        groups: Groups,
+        controller: TextGenerationController,
+        page_size: int,
+        dummy_page: int,
+        dtype: torch.dtype,
+        max_length: int,
+    ) -> PartRunner:
+        """Of the part of a model that this rank of `groups` holds. Raises ValueError as runner() does."""
+
     def require_memory(self, needed: int, *, what: str) -> None:
         """Raises MemoryShortError unless so many bytes are free."""
 
@@ -69,39 +94,58 @@ def select_device(
     name: str,
     config: InferenceConfig,
     *,
-    is_alone: bool = True,
+    sizes: ParallelSizes | None = None,
+    local_rank: int = 0,
     wrapper_class: Callable[..., ModelRunner] | None = None,
 ) -> Device:
     """The device called `name`: "cpu", "cuda", or "auto" for a GPU where there is one.
 
     config:   how large a step may be, and up to which size decode steps are captured as CUDA graphs.
-    is_alone: the engine has one rank. Several run on processors.
+    sizes:    over how many ranks the engine is spread; None is one. local_rank: this one's, among those of its machine.
     wrapper_class: runs the model, on a processor, in place of ours.
 
     Raises ValueError: there is no such device, or it does not do what `config` asks for.
     """
-    if name not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")
-    if name == "cuda" and not is_alone:
-        raise ValueError("device='cuda': an engine of several ranks runs on processors only, for now: use one rank")
+    _require_known(name)
+    sizes = sizes or ParallelSizes()
     if config.batch_invariant:
         from megatron_runtime.engines.batch_invariant import BatchInvariantProcessor
 
-        if name == "cuda" or not is_alone:
+        if name == "cuda" or sizes.world > 1:
             raise ValueError("batch_invariant=True is for one rank on a processor: use device=cpu and one rank")
         return BatchInvariantProcessor(wrapper_class or GPTInferenceWrapper)
     if wrapper_class is not None:
         return Processor(wrapper_class)
-    has_gpu = name != "cpu" and is_alone and torch.cuda.is_available()
-    if name == "cuda" and not has_gpu:
-        raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
-    if not has_gpu:
+    where = torch_device(name, sizes, local_rank=local_rank)
+    if where.type == "cpu":
         return Processor()
     from megatron_runtime.gpu.device import CudaDevice
 
     rows = config.request_slots
     graph_rows = 0 if config.num_cuda_graphs == 0 else min(rows, config.cuda_graph_max_tokens)
-    return CudaDevice(max_rows=rows, max_tokens=config.step_tokens, graph_rows=graph_rows)
+    return CudaDevice(max_rows=rows, max_tokens=config.step_tokens, graph_rows=graph_rows, device=where)
+
+
+def torch_device(name: str, sizes: ParallelSizes, *, local_rank: int) -> torch.device:
+    """Where a rank's tensors are: the GPU of its number on its machine. Raises ValueError as select_device() does."""
+    _require_known(name)
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
+    if sizes.expert > 1:
+        raise ValueError(f"device={name!r}: ranks that share experts run on processors only: use device=cpu")
+    if local_rank >= torch.cuda.device_count():
+        raise ValueError(
+            f"device={name!r}: rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}: "
+            "start as many ranks on it as it has GPUs (gpusPerPod)"
+        )
+    return torch.device("cuda", local_rank)
+
+
+def _require_known(name: str) -> None:
+    if name not in ("auto", "cpu", "cuda"):
+        raise ValueError(f"device={name!r}: choose among auto, cpu, cuda")
 
 
 class Processor:
@@ -133,6 +177,28 @@ class Processor:
         self, config: ModelConfig, weights: DecoderWeights, *, page_size: int, dtype: torch.dtype, max_length: int
     ) -> ModelRunner:
         return self._wrapper_class(build_decoder(config, weights), page_size=page_size, dtype=dtype)
+
+    def stage_runner(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        groups: Groups,
+        controller: TextGenerationController,
+        page_size: int,
+        dummy_page: int,
+        dtype: torch.dtype,
+        max_length: int,
+    ) -> StageRunner:
+        return StageRunner(
+            model=build_decoder(config, weights, shard=groups.shard, collectives=groups),
+            controller=controller,
+            groups=groups,
+            hidden_size=config.hidden_size,
+            page_size=page_size,
+            dummy_page=dummy_page,
+            dtype=dtype,
+        )
 
     def require_memory(self, needed: int, *, what: str) -> None:
         require_memory(needed, what=what)

@@ -11,6 +11,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
+import torch
+import torch.distributed as dist
+
+from megatron_runtime.engines.device import torch_device
 from megatron_runtime.engines.rank_process import RankProcess, end_with
 from megatron_runtime.engines.ranked_executor import RankedExecutor
 from megatron_runtime.engines.settings import EngineSettings
@@ -75,27 +79,48 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
 
 
 def _watch(settings: EngineSettings, groups: Groups) -> StepWatch:
-    return StepWatch(groups.progress, step_timeout_seconds=settings.step_timeout_seconds)
+    return StepWatch(
+        groups.progress, step_timeout_seconds=settings.step_timeout_seconds, compiles=groups.device.type == "cuda"
+    )
 
 
 def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    device = torch_device(settings.device, settings.parallel, local_rank=identity.local_rank)
     until = time.monotonic() + settings.rendezvous_seconds
     store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
+    store.set(_device_key(identity.rank), device.type)
     meeting = Meeting(identity, store, keys_dir=settings.keys_dir)
     meeting.wait_for_all(until=until)
+    _require_one_kind(store, identity, device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     try:
         groups = Groups(
             store,
             settings.parallel,
             rank=identity.rank,
-            device="cpu",
+            device=device,
             timeout=timedelta(seconds=settings.step_timeout_seconds),
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error
     return meeting, groups
+
+
+def _require_one_kind(store: dist.Store, identity: RankIdentity, device: torch.device) -> None:
+    """Ranks on GPUs and ranks on processors cannot exchange anything."""
+    for rank in range(identity.world):
+        found = store.get(_device_key(rank)).decode()
+        if found != device.type:
+            raise RendezvousError(
+                rank, f"it runs on {found}, rank {identity.rank} on {device.type}: give all ranks the same --device"
+            )
+
+
+def _device_key(rank: int) -> str:
+    return f"device/{rank}"
 
 
 @contextmanager

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from megatron_runtime.engines.device import Device, Processor
+from megatron_runtime.engines.device import Device, PartRunner, Processor
 from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
 from megatron_runtime.engines.weight_store import WeightStore
 from megatron_runtime.layers.cpu import default_threads
 from megatron_runtime.loading.source import ModelSource
-from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
+from megatron_runtime.model_inference_wrappers.stage_runner import Parts
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import build_decoder
 from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.shard import ParallelSizes, Shard
@@ -74,7 +73,7 @@ class TorchExecutor:
             width=width,
             dtype=cache_dtype,
         )
-        self._stage: StageRunner | None = None
+        self._stage: PartRunner | None = None
 
     @property
     def weight_bytes(self) -> int:
@@ -130,7 +129,7 @@ class TorchExecutor:
         return self.controller.generate_step(plan, cache_LPXE)
 
     def execute_part(self, plan: StepPlan) -> Parts:
-        """This rank's share of a step that all ranks of `groups` run: see StageRunner."""
+        """This rank's share of a step that all ranks of `groups` run: see PartRunner."""
         cache_LPXE = self._pool.cache_LPXE
         if cache_LPXE is None or self._stage is None:
             raise RuntimeError("execute_part() before load(), or without groups")
@@ -145,14 +144,15 @@ class TorchExecutor:
                 config, weights, page_size=self.page_size, dtype=self._dtype, max_length=self.max_sequence_length
             )
             return
-        self._stage = StageRunner(
-            model=build_decoder(config, weights, shard=self._groups.shard, collectives=self._groups),
-            controller=self.controller,
+        self._stage = self._device.stage_runner(
+            config,
+            weights,
             groups=self._groups,
-            hidden_size=config.hidden_size,
+            controller=self.controller,
             page_size=self.page_size,
             dummy_page=self.num_pages - 1,
             dtype=self._dtype,
+            max_length=self.max_sequence_length,
         )
 
 

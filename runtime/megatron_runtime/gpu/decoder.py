@@ -15,7 +15,9 @@ from megatron_kernels.registry import Kernels
 from megatron_runtime.gpu.step_buffers import DeviceStep
 from megatron_runtime.layers.rotary import inverse_frequencies
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights, embed
+from megatron_runtime.parallel.collectives import Collectives, OneRank
+from megatron_runtime.parallel.shard import Shard
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
@@ -29,15 +31,28 @@ class KernelDecoder:
 
     weights:    matrices and tables on the device already; norms and biases are brought there.
     max_length: tokens of the longest sequence.
+    shard, collectives: which part of the model `weights` are, and how this rank speaks to the others.
 
     Raises UnsupportedTraitError.
     """
 
     def __init__(
-        self, config: ModelConfig, weights: DecoderWeights, kernels: Kernels, *, device: torch.device, max_length: int
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        kernels: Kernels,
+        *,
+        device: torch.device,
+        max_length: int,
+        shard: Shard | None = None,
+        collectives: Collectives | None = None,
     ) -> None:
         _require_known_traits(config)
         self.config = config
+        self._shard = shard = shard or Shard()
+        self._collectives: Collectives = collectives or OneRank()
+        self._layer_numbers = shard.layers(config.num_layers)
+        self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._kernels = kernels
         self._weights = _on_device(weights, device)
         frequencies_F = inverse_frequencies(
@@ -48,14 +63,24 @@ class KernelDecoder:
 
     def __call__(self, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values to the cache; return x_TD before the last norm."""
+        return self.run_layers(self.embed(step), step, cache_LPXE)
+
+    def embed(self, step: DeviceStep) -> torch.Tensor:
+        """x_TD of the step's tokens, in the first pipeline stage."""
+        embedding, vocab_size = self._weights.embedding, self.config.vocab_size
+        assert embedding is not None, "this rank is of a later pipeline stage"
+        held = self._shard.vocabulary(vocab_size)
+        return embed(embedding, step.token_ids_T, held, vocab_size, self._collectives)
+
+    def run_layers(self, residual_TD: torch.Tensor, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
+        """Hidden states after this rank's layers. Overwrites those given."""
         kernels, weights, config = self._kernels, self._weights, self.config
-        assert weights.embedding is not None, "all layers are on one device"
         half = config.head_dim // 2
         cos_sin_T2F = self._cos_sin_S2F.index_select(0, step.positions_T)
         cos_TF, sin_TF = cos_sin_T2F[:, :half], cos_sin_T2F[:, half:]
-        residual_TD = weights.embedding(step.token_ids_T)
         added_TD: torch.Tensor | None = None
-        for layer, cache_PXE in zip(weights.layers, cache_LPXE, strict=True):
+        for number, layer, cache_PXE in zip(self._layer_numbers, weights.layers, cache_LPXE, strict=True):
+            self._collectives.begin_layer(number)
             assert isinstance(layer.mlp, FeedForward), "mixtures are refused"
             normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
             qkv_TQ = layer.qkv_QD(normed_TD)
@@ -67,24 +92,27 @@ class KernelDecoder:
                 sin_TF,
                 cache_PXE,
                 step.slots_T,
-                num_heads=config.num_heads,
-                num_kv_heads=config.num_kv_heads,
+                num_heads=self._heads,
+                num_kv_heads=self._kv_heads,
                 q_norm_C=layer.q_norm_C,
                 k_norm_C=layer.k_norm_C,
                 epsilon=config.rms_norm_eps,
             )
-            q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : config.num_heads]
-            added_TD = layer.output_DH(self._attend(q_THC, cache_PXE, step).flatten(1))
+            q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : self._heads]
+            out_TH = self._attend(q_THC, cache_PXE, step).flatten(1)
+            added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
             normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
-            added_TD = layer.mlp.down_DF(kernels.swiglu(layer.mlp.gate_up_FD(normed_TD)))
+            gated_TF = kernels.swiglu(layer.mlp.gate_up_FD(normed_TD))
+            added_TD = self._collectives.all_reduce(layer.mlp.down_DF(gated_TF))
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
         """logits_NV, in the type of the weights, of rows of what a step returned. Overwrites nothing."""
         weights = self._weights
-        assert weights.norm_D is not None, "all layers are on one device"
-        assert weights.head_WD is not None, "all layers are on one device"
-        return weights.head_WD(self._norm(None, x_ND, weights.norm_D))
+        assert weights.norm_D is not None, "this rank is of an earlier pipeline stage"
+        assert weights.head_WD is not None, "this rank is of an earlier pipeline stage"
+        logits_NW = weights.head_WD(self._norm(None, x_ND, weights.norm_D))
+        return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
 
     def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens int32 [B] as the step's parameters ask, and their log-probabilities."""
@@ -99,7 +127,7 @@ class KernelDecoder:
         )
 
     def _attend(self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep) -> torch.Tensor:
-        kernels, kv_heads, scale = self._kernels, self.config.num_kv_heads, self.config.attention_scale
+        kernels, kv_heads, scale = self._kernels, self._kv_heads, self.config.attention_scale
         count, tables_BM, lengths_B = step.decodes, step.block_table_BM, step.lengths_B
         parts = []
         if count:

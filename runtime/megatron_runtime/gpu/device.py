@@ -12,9 +12,12 @@ from megatron_runtime.gpu.decoder import KernelDecoder
 from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
 from megatron_runtime.gpu.kv_pool import DeviceKVPool
 from megatron_runtime.gpu.linears import DeviceLinears
+from megatron_runtime.gpu.stage_runner import DeviceStageRunner
 from megatron_runtime.gpu.step_buffers import StepBuffers
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights
+from megatron_runtime.parallel.groups import Groups
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -62,7 +65,48 @@ class CudaDevice:
     def runner(
         self, config: ModelConfig, weights: DecoderWeights, *, page_size: int, dtype: torch.dtype, max_length: int
     ) -> DeviceInferenceWrapper:
-        model = KernelDecoder(config, weights, self._kernels(), device=self._device, max_length=max_length)
+        return self._wrapper(config, weights, page_size=page_size, max_length=max_length, groups=None)
+
+    def stage_runner(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        groups: Groups,
+        controller: TextGenerationController,
+        page_size: int,
+        dummy_page: int,
+        dtype: torch.dtype,
+        max_length: int,
+    ) -> DeviceStageRunner:
+        return DeviceStageRunner(
+            wrapper=self._wrapper(config, weights, page_size=page_size, max_length=max_length, groups=groups),
+            controller=controller,
+            groups=groups,
+            device=self._device,
+            hidden_size=config.hidden_size,
+            page_size=page_size,
+            dummy_page=dummy_page,
+        )
+
+    def _wrapper(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        page_size: int,
+        max_length: int,
+        groups: Groups | None,
+    ) -> DeviceInferenceWrapper:
+        model = KernelDecoder(
+            config,
+            weights,
+            self._kernels(),
+            device=self._device,
+            max_length=max_length,
+            shard=groups.shard if groups is not None else None,
+            collectives=groups,
+        )
         buffers = StepBuffers(
             max_tokens=self._max_tokens,
             max_rows=self._max_rows,

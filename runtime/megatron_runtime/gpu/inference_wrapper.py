@@ -13,6 +13,7 @@ from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput, graph_s
 from megatron_runtime.gpu.decoder import KernelDecoder
 from megatron_runtime.gpu.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import LOGIT_ROWS
+from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.sampling.batch import Float32
 
 
@@ -85,6 +86,23 @@ class DeviceInferenceWrapper:
             output = self._compute(staged, cache_LPXE)
         return self._forward_step(plan, staged, output)
 
+    @torch.inference_mode()
+    def run_stage(self, plan: StepPlan, cache_LPXE: torch.Tensor, groups: Groups) -> DeviceForwardStep | None:
+        """One pipeline stage of the plan's tokens, which come from the stage before and go to the next; None but in the
+        last stage.
+        """
+        staged = self._buffers.stage(plan)
+        if groups.shard.has_embedding:
+            x_TD = self.model.embed(staged.step)
+        else:
+            hidden, dtype = self.model.config.hidden_size, cache_LPXE.dtype
+            x_TD = groups.receive_from_previous_stage(len(plan.token_ids), hidden, dtype=dtype)
+        x_TD = self.model.run_layers(x_TD, staged.step, cache_LPXE)
+        if groups.shard.has_head:
+            return self._forward_step(plan, staged, self._finish(x_TD, staged))
+        groups.send_to_next_stage(x_TD)
+        return None
+
     def _graphs_of(self, cache_LPXE: torch.Tensor) -> DecodeGraphs:
         if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
             self._graphs = DecodeGraphs(
@@ -99,7 +117,9 @@ class DeviceInferenceWrapper:
         return StepOutput(logits_BV, *self.model.sample(logits_BV, step))
 
     def _compute(self, staged: StagedStep, cache_LPXE: torch.Tensor) -> StepOutput:
-        x_TD = self.model(staged.step, cache_LPXE)
+        return self._finish(self.model(staged.step, cache_LPXE), staged)
+
+    def _finish(self, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
         last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
         logits_BV = self.model.logits(x_TD.index_select(0, last_B))
         return StepOutput(logits_BV, *self.model.sample(logits_BV, staged.step), x_TD=x_TD)

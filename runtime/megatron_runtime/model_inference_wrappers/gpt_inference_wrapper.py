@@ -50,6 +50,16 @@ class PlannedModel(PagedModel, Protocol):
     def finish(self, x_TD: torch.Tensor, rows_N: torch.Tensor) -> torch.Tensor: ...
 
 
+class Forwarded(Protocol):
+    """What one forward pass leaves, on whatever device: ForwardStep says what the methods return."""
+
+    @property
+    def sampled_rows(self) -> Int64: ...
+    def draw(self) -> Int32 | None: ...
+    def sampled_logits(self, which: Int64 | None = None) -> Float32: ...
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class ForwardStep:
     """What one forward pass leaves: last hidden states, from which logits are made as they are needed.

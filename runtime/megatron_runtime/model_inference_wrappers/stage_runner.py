@@ -21,6 +21,12 @@ from megatron_runtime.text_generation_controllers.text_generation_controller imp
 Parts = list[tuple[Rows, StepResult]]
 
 
+def work_of(batch: MicroBatch, hidden_size: int) -> float:
+    """Of a layer, in tokens: to look back over `hidden_size` tokens costs about what a token does in the matrices."""
+    looks = (batch.plan.query_lengths.astype(float) * batch.plan.context_lengths).sum()
+    return sum(batch.tokens_of_experts) + float(looks) / hidden_size
+
+
 class StagedModel(PagedModel, Protocol):
     """A model in pieces, of which a pipeline stage has some."""
 
@@ -73,7 +79,7 @@ class StageRunner:
     def _run_one(self, batch: MicroBatch, cache_LPXE: torch.Tensor) -> StepResult | None:
         groups, shard = self.groups, self.groups.shard
         layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=self.model.sliding_window)
-        groups.begin(batch.tokens_of_experts, work=self._work(batch))
+        groups.begin(batch.tokens_of_experts, work=work_of(batch, self.hidden_size))
         if shard.has_embedding:
             x_TD = self.model.embed(layout.token_ids_T)
         else:
@@ -84,13 +90,6 @@ class StageRunner:
             return None
         groups.progress.reach("sampling")
         return self._sample(batch, layout, self.model.finish(x_TD, layout.logit_rows_N))
-
-    def _work(self, batch: MicroBatch) -> float:
-        """Of a layer, in tokens: attention costs a token's product with the matrices for about each hidden size that it
-        looks back.
-        """
-        looks = (batch.plan.query_lengths.astype(float) * batch.plan.context_lengths).sum()
-        return sum(batch.tokens_of_experts) + float(looks) / self.hidden_size
 
     def _sample(self, batch: MicroBatch, layout: StepLayout, x_ND: torch.Tensor) -> StepResult | None:
         step = ForwardStep(layout.sampled_rows, self.model, x_ND, layout.targets)

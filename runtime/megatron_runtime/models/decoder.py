@@ -125,12 +125,7 @@ class DecoderModel:
         embedding = self.weights.embedding
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(self.config.vocab_size)
-        if len(held) == self.config.vocab_size:
-            x_TD = embedding(token_ids_T)
-        else:
-            is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
-            x_TD = embedding((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
-            x_TD = self._collectives.all_reduce(x_TD)
+        x_TD = embed(embedding, token_ids_T, held, self.config.vocab_size, self._collectives)
         if self.config.embedding_scale == 1.0:
             return x_TD
         # Families that scale round the factor to the type of their activations.
@@ -215,6 +210,17 @@ class DecoderModel:
 
     def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
+
+
+def embed(
+    embedding: Embedding, token_ids_T: torch.Tensor, held: range, vocab_size: int, collectives: Collectives
+) -> torch.Tensor:
+    """x_TD of tokens, of which `embedding` has the rows `held`, and the other tensor ranks have the others."""
+    if len(held) == vocab_size:
+        return embedding(token_ids_T)
+    is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
+    x_TD = embedding((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
+    return collectives.all_reduce(x_TD)
 
 
 def build_decoder(

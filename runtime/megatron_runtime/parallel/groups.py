@@ -26,16 +26,27 @@ class Groups:
 
     Made by every rank at once: it waits until all of them are there.
 
+    device:   of this rank's tensors.
     progress: where this rank is in its step.
     """
 
-    def __init__(self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: str, timeout: timedelta) -> None:
+    def __init__(
+        self, store: dist.Store, sizes: ParallelSizes, *, rank: int, device: torch.device, timeout: timedelta
+    ) -> None:
         self.shard: Shard = sizes.shard(rank)
         self.progress = StepProgress()
         self._tokens_of_experts: tuple[int, ...] = ()
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
-        backend = "nccl" if device == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=rank, world_size=sizes.world, timeout=timeout)
+        self.device = device
+        is_gpu = device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if is_gpu else "gloo",
+            store=store,
+            rank=rank,
+            world_size=sizes.world,
+            timeout=timeout,
+            device_id=device if is_gpu else None,
+        )
         shards = [sizes.shard(number) for number in range(sizes.world)]
         self._timeout = timeout
         self._tensor = self._own(shards, lambda one: (one.pipeline_rank, one.expert_rank))
@@ -128,7 +139,7 @@ class Groups:
         self._sending.append((work, x_TD))
 
     def receive_from_previous_stage(self, tokens: int, hidden: int, *, dtype: torch.dtype) -> torch.Tensor:
-        x_TD = torch.empty(tokens, hidden, dtype=dtype)
+        x_TD = torch.empty(tokens, hidden, dtype=dtype, device=self.device)
         with self._exchange():
             dist.recv(x_TD, self._neighbour(-1), group=self._pipeline)
         return x_TD

@@ -224,8 +224,11 @@ class LeaderChannel:
                 else:
                     recv_monitor_message(socket)
                     self._disconnected(monitors[socket])
-            if time.monotonic() >= beat_at:
-                beat_at = time.monotonic() + BEAT_SECONDS
+            now = time.monotonic()
+            if now >= beat_at:
+                if now - beat_at > BEAT_SECONDS:
+                    self._forget_silence(now)  # this process itself stood still
+                beat_at = now + BEAT_SECONDS
                 self._beat_interpreter()
                 self._send(self._ranks, Kind.BEAT, 0, self._does_long())
                 self._look_for_hung_ranks()
@@ -269,6 +272,11 @@ class LeaderChannel:
             if self._welcomed and not self._closing:
                 self._lose(rank, DISCONNECTED)
             self._changed.notify_all()
+
+    def _forget_silence(self, now: float) -> None:
+        with self._changed:
+            for one in self._ranks.values():
+                one.heard = now
 
     def _look_for_hung_ranks(self) -> None:
         now = time.monotonic()

@@ -11,6 +11,10 @@ from collections.abc import Mapping
 from megatron_runtime.parallel.step_progress import Phase, Report
 
 STANDSTILL_SECONDS = 3.0
+MOST_SECONDS = 1.0
+"""That one look may count for: when looks come further apart, who looks has stood still itself, as on a processor that
+too many share, and knows nothing of the others.
+"""
 
 
 def behind(order: int, reports: Mapping[int, Report]) -> int:
@@ -24,22 +28,23 @@ def behind(order: int, reports: Mapping[int, Report]) -> int:
 
 
 class Standstill:
-    """Remembers since when nothing has changed."""
+    """Remembers for how long nothing has changed."""
 
     def __init__(self) -> None:
         self._seen: dict[int, Report] = {}
-        self._since = 0.0
+        self._seconds = self._looked = 0.0
 
     def look(self, order: int, reports: Mapping[int, Report], *, now: float) -> tuple[int, str] | None:
         """The rank whose fault it seems to be that no rank gets on in `order`, the last step that was ordered, and what
         is seen. `now` in seconds.
         """
+        passed, self._looked = min(now - self._looked, MOST_SECONDS), now
         late = {rank: report for rank, report in reports.items() if report.done < order}
         if not late or dict(reports) != self._seen or any(one.phase is Phase.COMPUTING for one in late.values()):
-            self._seen, self._since = dict(reports), now
+            self._seen, self._seconds = dict(reports), 0.0
             return None
-        if now - self._since < STANDSTILL_SECONDS:
+        self._seconds += passed
+        if self._seconds < STANDSTILL_SECONDS:
             return None
         places = "; ".join(f"rank {rank} is in {report.place}" for rank, report in sorted(late.items()))
-        seconds = now - self._since
-        return behind(order, late), f"no rank has got on for {seconds:.1f} s, all wait for each other: {places}"
+        return behind(order, late), f"no rank has got on for {self._seconds:.1f} s, all wait for each other: {places}"

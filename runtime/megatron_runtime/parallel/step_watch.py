@@ -20,6 +20,8 @@ from pathlib import Path
 from megatron_runtime.parallel.step_progress import Phase, Report, StepProgress
 
 STUCK_SECONDS = 3.0
+LOOKS = 4
+"""Fewer tell nothing: the process has hardly run."""
 TIMES_EXPECTED = 8.0
 IDLE_SHARE = 0.05
 """Of the time, that a thread which is blocked uses the processor at most."""
@@ -29,10 +31,14 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class StepWatch:
-    """progress: of this process. step_timeout_seconds: no part of a step may take longer."""
+    """progress: of this process. step_timeout_seconds: no part of a step may take longer.
 
-    def __init__(self, progress: StepProgress, *, step_timeout_seconds: float) -> None:
+    compiles: kernels are compiled as steps first need them, by processes that the first step waits for.
+    """
+
+    def __init__(self, progress: StepProgress, *, step_timeout_seconds: float, compiles: bool = False) -> None:
         self.progress = progress
+        self._compiles = compiles
         self._step_timeout = step_timeout_seconds
         self._seen = -1
         self._cpu_before = 0.0
@@ -64,10 +70,11 @@ class StepWatch:
         return self._judge(time.monotonic() - progress.marked_at, seconds - self._cpu_before)
 
     def _judge(self, elapsed: float, used: float) -> str | None:
-        if elapsed < STUCK_SECONDS:
+        if elapsed < STUCK_SECONDS or self._looks < LOOKS:
             return None
-        is_blocked = used < IDLE_SHARE * elapsed and self._busy_looks < self._looks / 2
         expected = self.progress.expected_seconds()
+        is_blocked = used < IDLE_SHARE * elapsed and self._busy_looks < self._looks / 2
+        is_blocked = is_blocked and not (self._compiles and expected is None)
         if is_blocked:
             how = "blocked"
         elif expected is not None and used > max(STUCK_SECONDS, TIMES_EXPECTED * expected):

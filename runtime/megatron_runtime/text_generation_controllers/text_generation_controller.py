@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
 
     from megatron_runtime.engines.device import ModelRunner
-    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import ForwardStep
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import Forwarded
     from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
     from megatron_runtime.tokenization import Detokenizer, Tokenizer
 
@@ -93,7 +93,7 @@ class TextGenerationController:
             raise RuntimeError("the model's weights are not loaded: load() or resume first")
         return self.sample_step(self.inference_wrapped_model.run_one_forward_step(plan, cache_LPXE), plan)
 
-    def sample_step(self, step: ForwardStep, plan: StepPlan) -> StepResult:
+    def sample_step(self, step: Forwarded, plan: StepPlan) -> StepResult:
         """Sample the tokens that `plan` asks for from the forward pass of it."""
         tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
         found: dict[int, LogProbs] = {}
@@ -144,7 +144,7 @@ def _is_for_the_host(plan: StepPlan, rows: npt.NDArray[np.int64]) -> npt.NDArray
     return is_edited | (plan.sampling.num_log_probs[rows] != NO_LOG_PROBS)
 
 
-def _of_prompts(step: ForwardStep, plan: StepPlan) -> dict[int, LogProbs]:
+def _of_prompts(step: Forwarded, plan: StepPlan) -> dict[int, LogProbs]:
     """Log-probabilities of prompt tokens. They were not drawn: the model's own logits tell how likely they were."""
     parts: dict[int, list[LogProbs]] = {}
     for row, first, logits_NV in step.prompt_logits():

@@ -24,6 +24,7 @@ from megatron_runtime.layers.batch_invariant import ROWS, BatchInvariantLinear, 
 from megatron_runtime.layers.linear import Linear
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder
+from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 MakeTiny = Callable[..., tuple[Path, LlamaForCausalLM]]
@@ -204,7 +205,7 @@ def test_not_of_the_real_model_either() -> None:
 def test_what_it_is_not_for_is_refused_by_name(make_tiny: MakeTiny) -> None:
     config = InferenceConfig(batch_invariant=True)
     with pytest.raises(ValueError, match=r"batch_invariant.*one rank"):
-        select_device("auto", config, is_alone=False)
+        select_device("auto", config, sizes=ParallelSizes(tensor=2))
     with pytest.raises(ValueError, match=r"batch_invariant.*cpu"):
         select_device("cuda", config)
     directory, _ = make_tiny()

@@ -23,7 +23,9 @@ def standstill(before: dict[int, Report], after: dict[int, Report], *, order: in
     """What is said when `before` has been seen just now, and `after` a good while later."""
     watch = Standstill()
     assert watch.look(order, before, now=10.0) is None
-    return watch.look(order, after, now=10.0 + STANDSTILL_SECONDS)
+    looks = [watch.look(order, after, now=10.0 + 0.5 * number) for number in range(1, 1 + int(2 * STANDSTILL_SECONDS))]
+    assert not any(looks[:-1])
+    return looks[-1]
 
 
 def test_ranks_that_all_wait_for_each_other_are_named_with_the_last_of_them() -> None:
@@ -53,6 +55,12 @@ def test_a_rank_that_does_not_begin_is_named() -> None:
 )
 def test_ranks_that_may_get_on_are_waited_for(before: dict[int, Report], after: dict[int, Report]) -> None:
     assert standstill(before, after) is None
+
+
+def test_who_stood_still_itself_knows_nothing_of_the_others() -> None:
+    watch = Standstill()
+    for now in (10.0, 40.0):
+        assert watch.look(5, {0: WAITS, 1: WAITS}, now=now) is None
 
 
 @contextmanager

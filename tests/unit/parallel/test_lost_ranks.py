@@ -98,7 +98,8 @@ def test_an_interpreter_that_hangs_ends_the_engine_and_says_where(
     start, told: dict[str, Any], tmp_path: Path, rank: int
 ) -> None:
     engine = start({**told, "forever": True, "hang": [rank, "holds the interpreter", 9]})
-    assert engine.exit_codes() == [1, 1]
+    ends = {rank: -signal.SIGALRM, 1 - rank: 1}
+    assert engine.exit_codes() == [ends[0], ends[1]]
     said = last_words(tmp_path, 1 - rank)
     assert (said["reason"], said["rank"]) == ("RankLost", rank)
     assert said["message"] == f"rank {rank}: its interpreter has not answered for 3 s"

@@ -36,6 +36,13 @@ def alone(model: str, told: dict[str, Any]) -> dict[int, Any]:
         torch.set_num_threads(threads)
 
 
+def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    for index, answer in expected.items():
+        assert found[index]["tokens"] == answer["tokens"]
+        for kind in ("log_probs", "prompt_log_probs"):
+            np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "heads", "kv_heads"),
     [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],
@@ -62,9 +69,19 @@ def test_ranks_answer_as_one(
     engine = start({**told, "model": held, "tensor": tensor, "pipeline": pipeline, "expert": expert})
     expected, found = alone(model, told), engine.told()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
-    for index, answer in expected.items():
-        assert found[index]["tokens"] == answer["tokens"]
-        for kind in ("log_probs", "prompt_log_probs"):
-            np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
+    check_equal(found, expected)
     assert all(len(answer["tokens"]) == 12 for answer in found.values())
     assert len(found[1]["prompt_log_probs"]) == 39
+
+
+@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 2)], ids=["TP 3", "TP 2 x PP 2"])
+def test_ranks_that_run_as_on_gpus_answer_as_one(
+    start, llama: Callable[..., str], *, tensor: int, pipeline: int
+) -> None:
+    """All but NCCL, graphs and the kernels themselves."""
+    model = llama(9, 3) if tensor == 3 else llama(4, 2)
+    told = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    engine = start({**told, "tensor": tensor, "pipeline": pipeline, "expert": 1, "kernels": True})
+    expected, found = alone(model, told), engine.told()
+    assert engine.exit_codes() == [0] * (tensor * pipeline)
+    check_equal(found, expected)

@@ -1,0 +1,67 @@
+"""One rank's share of a step on a device: StageRunner's way of cutting a plan, the kernels' way of running it.
+
+Every tensor rank draws the tokens, from the same gathered logits; those of the first one count.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from megatron_runtime.engines.executor import StepPlan, StepResult
+from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
+from megatron_runtime.model_inference_wrappers.stage_runner import Parts, work_of
+from megatron_runtime.parallel.groups import Groups
+from megatron_runtime.parallel.micro_batches import MicroBatch, cut
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceStageRunner:
+    """As StageRunner. Without stages, steps of decodes are replayed from graphs, collectives included.
+
+    device:     of this rank.
+    dummy_page: of the KV pool.
+    """
+
+    wrapper: DeviceInferenceWrapper
+    controller: TextGenerationController
+    groups: Groups
+    device: torch.device
+    hidden_size: int
+    page_size: int
+    dummy_page: int
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> Parts:
+        """Compute this rank's share of `plan`; return what this rank sampled, with its rows."""
+        shard = self.groups.shard
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
+        parts: Parts = []
+        for batch in cut(plan, shard.sizes, expert_rank=0, dummy_page=self.dummy_page, page_size=self.page_size):
+            self.groups.begin(batch.tokens_of_experts, work=work_of(batch, self.hidden_size))
+            result = self._run_one(batch, cache_LPXE)
+            if result is not None and len(batch.rows):
+                parts.append((batch.rows, result))
+        self.groups.flush()
+        return parts
+
+    def _run_one(self, batch: MicroBatch, cache_LPXE: torch.Tensor) -> StepResult | None:
+        shard = self.groups.shard
+        if shard.pipeline_size == 1:
+            step = self.wrapper.run_one_forward_step(batch.plan, cache_LPXE)
+        else:
+            found = self.wrapper.run_stage(batch.plan, cache_LPXE, self.groups)
+            if found is None:
+                return None
+            step = found
+        self.groups.progress.reach("sampling")
+        if shard.tensor_rank == 0:
+            return self.controller.sample_step(step, batch.plan)
+        # Every tensor rank has a part of the logits that the first one reads.
+        for _ in step.prompt_logits():
+            pass
+        step.draw()  # waits for the device, so that the step has been done when it is said to be
+        return None
