@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import count
 
 import numpy as np
@@ -18,7 +18,14 @@ from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext, RequestOverflowError
 from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.admission import Admission, refuse_what_is_not_done
-from megatron_runtime.engines.engine_request import EngineRequest, EngineStats, FinishReason, OpenRequest, RequestOutput
+from megatron_runtime.engines.engine_request import (
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    OpenRequest,
+    RequestOutput,
+    StepSizes,
+)
 from megatron_runtime.engines.executor import Executor, StepPlan, StepResult
 from megatron_runtime.engines.in_program import EngineInProgram
 from megatron_runtime.engines.scheduler import Scheduler, StepRows
@@ -36,6 +43,7 @@ class _Totals:
     steps: int = 0
     prompt_tokens: int = 0
     generation_tokens: int = 0
+    step_sizes: StepSizes = field(default_factory=StepSizes)
 
 
 class DynamicInferenceEngine(EngineInProgram):
@@ -219,7 +227,9 @@ class DynamicInferenceEngine(EngineInProgram):
         context.append(rows.slots[sampled], result.tokens[sampled])
         if self.config.enable_prefix_caching:
             context.register_computed(rows.slots[in_prompt])
-        self._totals.prompt_tokens += int(rows.counts.sum()) - len(sampled)
+        step_tokens = int(rows.counts.sum())
+        self._totals.step_sizes.add(step_tokens)
+        self._totals.prompt_tokens += step_tokens - len(sampled)
         self._totals.generation_tokens += len(sampled)
         for row, found in result.prompt_log_probs.items():
             rows.requests[row].add_prompt_log_probs(found)
@@ -317,6 +327,7 @@ class DynamicInferenceEngine(EngineInProgram):
             kv_usage=self.context.usage,
             prompt_tokens=self._totals.prompt_tokens,
             generation_tokens=self._totals.generation_tokens,
+            step_sizes=self._totals.step_sizes,
             preemptions=scheduler.preemptions,
             prefix_cache_queries=scheduler.cache_queries,
             prefix_cache_hits=scheduler.cache_hits,

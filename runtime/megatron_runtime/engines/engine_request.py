@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +83,22 @@ class RequestOutput:
     summary: RequestSummary | None = None
 
 
+@dataclass(slots=True)
+class StepSizes:
+    """How many steps computed how many tokens.
+
+    counts: of steps up to each of BOUNDS, and of those beyond all.
+    """
+
+    BOUNDS: ClassVar = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+    counts: list[int] = field(default_factory=lambda: [0] * (len(StepSizes.BOUNDS) + 1))
+    tokens: int = 0
+
+    def add(self, tokens: int) -> None:
+        self.counts[bisect_left(self.BOUNDS, tokens)] += 1
+        self.tokens += tokens
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since the start, and the load of this moment.
@@ -95,6 +112,7 @@ class EngineStats:
     kv_usage: float
     prompt_tokens: int
     generation_tokens: int
+    step_sizes: StepSizes
     preemptions: int
     prefix_cache_queries: int
     prefix_cache_hits: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -45,6 +46,8 @@ class EngineThread:
         on_blocks: Callable[[BlockEvents], None] = lambda _events: None,
     ) -> None:
         self.steps = 0
+        self.last_step: float | None = None
+        """When the last step ended, of time.monotonic()."""
         self._engine = engine
         self._on_step = on_step
         self._on_blocks = on_blocks
@@ -98,6 +101,7 @@ class EngineThread:
                 if self._running and self._engine.has_work:
                     outputs = self._engine.step()
                     self.steps += 1
+                    self.last_step = time.monotonic()
                     self._deliver(self._on_step, outputs)
                 blocks = self._engine.take_block_events()
                 if blocks:

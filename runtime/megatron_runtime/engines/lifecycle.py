@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from typing import Protocol
 
@@ -75,6 +76,7 @@ class Lifecycle:
 
     source: the weights of `epoch`, where an UPDATE_WEIGHTS or the coordinator named them.
     acted: how often each signal did its work; a repeated operation id does not count.
+    seconds: how long each signal's work took, in all.
     """
 
     def __init__(self, thread: EngineThread, *, ranks: Ranks | None = None) -> None:
@@ -85,6 +87,7 @@ class Lifecycle:
         self.source: str | None = None
         self._ranks = ranks or SingleRank()
         self.acted: dict[Header, int] = {}
+        self.seconds: dict[Header, float] = {}
         self.stopped = asyncio.Event()
         self._thread = thread
         self._answers: dict[str, ControlAck] = {}
@@ -157,6 +160,7 @@ class Lifecycle:
         if kind in TRANSITIONS:
             self.state = TRANSITIONS[kind].passing
         self.acted[kind] = self.acted.get(kind, 0) + 1
+        begun = time.monotonic()
         done = False
         try:
             work = self._work.get(kind)
@@ -171,6 +175,8 @@ class Lifecycle:
                 await undo()
             self.state = state
             return f"{kind.name} failed: {error}"
+        finally:
+            self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - begun
         return None
 
     async def commit(self, commit: ControlCommit) -> None:

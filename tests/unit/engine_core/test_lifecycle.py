@@ -6,6 +6,8 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
+from eventually import eventually
+from prometheus_client import CollectorRegistry
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -13,6 +15,7 @@ from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, ec
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
+from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import SIGNALS, Header
 from megatron_runtime.wire.messages import Control, ControlCommit
@@ -294,3 +297,31 @@ async def test_a_tag_that_is_none_is_refused_by_name(rig: Rig) -> None:
     assert "graphs" in (ack.error or "")
     assert "kv_cache" in (ack.error or "")
     assert rig.lifecycle.state is EngineState.PAUSED
+
+
+async def test_metrics_tell_steps_sleep_and_what_signals_took(rig: Rig) -> None:
+    registry = CollectorRegistry()
+    registry.register(EngineMetrics(rig.thread, rig.lifecycle, rig.engine.stats))
+    value = registry.get_sample_value
+    assert value("megatron_seconds_since_last_step") is None  # no step yet
+    await rig.submit(9)
+    await rig.reach(EngineState.RUNNING)
+
+    async def answered() -> bool:
+        return len(rig.tokens) == 9
+
+    await eventually(answered, seconds=30, what="nine tokens")
+    # One step for the prompt of three tokens, eight for the rest of the answer.
+    for prefix in ("megatron_", "vllm:"):
+        assert value(prefix + "iteration_tokens_total_bucket", {"le": "1.0"}) == 8
+        assert value(prefix + "iteration_tokens_total_count") == 9
+        assert value(prefix + "iteration_tokens_total_sum") == 3 + 8
+        assert value(prefix + "engine_sleep_state", {"sleep_state": "awake"}) == 1
+    since = value("megatron_seconds_since_last_step")
+    assert since is not None
+    assert await rig.signal(Header.PAUSE)
+    assert await rig.signal(Header.SUSPEND)
+    assert value("vllm:engine_sleep_state", {"sleep_state": "awake"}) == 0
+    assert value("vllm:engine_sleep_state", {"sleep_state": "discard_all"}) == 1
+    assert (value("megatron_engine_signal_seconds_total", {"signal": "SUSPEND"}) or 0) > 0
+    assert value("megatron_engine_signal_seconds_total", {"signal": "RESUME"}) == 0
