@@ -136,11 +136,11 @@ class LeaderChannel:
                 return {}
             self._changed.wait_for(lambda: not pending.missing or self.failure is not None)
             del self._pending[number]
-            if pending.is_long:
-                self._beat_interpreter()
             if pending.missing and self.failure is not None:
                 raise self.failure
-            return pending.answers
+        if pending.is_long:  # at once: what comes now may hang
+            self._beat()
+        return pending.answers
 
     def blame(self, number: int) -> RankError:
         """Whose fault it is that an exchange of order `number` failed: the rank that is lost, if the news of it comes
@@ -204,6 +204,11 @@ class LeaderChannel:
         with self._changed:
             return any(pending.is_long for pending in self._pending.values())
 
+    def _beat(self) -> None:
+        """Tell the others, and the watch of this interpreter, that it lives."""
+        self._beat_interpreter()
+        self._send(self._ranks, Kind.BEAT, 0, self._does_long())
+
     def _beat_interpreter(self) -> None:
         if self._interpreter is not None and self._welcomed:
             self._interpreter.beat(is_long=self._does_long())
@@ -229,8 +234,7 @@ class LeaderChannel:
                 if now - beat_at > BEAT_SECONDS:
                     self._forget_silence(now)  # this process itself stood still
                 beat_at = now + BEAT_SECONDS
-                self._beat_interpreter()
-                self._send(self._ranks, Kind.BEAT, 0, self._does_long())
+                self._beat()
                 self._look_for_hung_ranks()
                 self._look_at_steps()
 
