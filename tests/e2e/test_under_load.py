@@ -96,7 +96,7 @@ LOSSES = (("engine", evict), ("coordinator", evict), ("server", evict), ("engine
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.skipif(not SOAK, reason="`make soak` runs it, eight minutes long")
+@pytest.mark.skipif(not SOAK, reason="`make soak` runs it, seven minutes long")
 def test_no_request_fails_whatever_is_done_to_the_resource(kube: Kubectl) -> None:
     spec = yaml.safe_load(SAMPLE.read_text())["spec"]
     # In float32 an answer is the same whatever else is in its batch.
