@@ -27,6 +27,8 @@ from megatron_operator.render.pod import anti_affinity, http_probe, keys_args, p
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
+HELD_SECONDS = 30
+"""A front end holds requests for so long while no coordinator answers."""
 
 
 def server_args(ctx: RenderContext) -> list[str]:
@@ -71,7 +73,10 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         "ports": [{"name": scheme, "containerPort": PORT_HTTP}],
         "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
         "startupProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=1, failureThreshold=300),
-        "readinessProbe": http_probe("/readyz", PORT_HTTP, scheme=scheme, periodSeconds=2, failureThreshold=2),
+        # Not ready while no coordinator answers; but for so long requests are held, and new ones have to get in.
+        "readinessProbe": http_probe(
+            "/readyz", PORT_HTTP, scheme=scheme, periodSeconds=2, failureThreshold=HELD_SECONDS // 2
+        ),
         "livenessProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=10, failureThreshold=6),
     }
     template = pod_template(
