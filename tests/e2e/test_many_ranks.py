@@ -24,7 +24,7 @@ TOKENS = 24
 """Of the built-in model, in three pods on one processor."""
 MANY_TOKENS = 600
 """Of a small one: a rank is killed before they are there."""
-long = pytest.mark.skipif(not SOAK, reason="`make soak` runs it; three pods were not yet seen to the end")
+long = pytest.mark.skipif(not SOAK, reason="minutes: `make soak` runs it")
 
 
 RESOURCES = {"requests": {"cpu": "50m", "memory": "256Mi"}}
@@ -153,7 +153,7 @@ def test_ranks_in_pods_answer_as_one(
     assert answer(spread.chat) == answer(alone.chat)
     kube("delete", "mi", "alone")
     walk_through_verbs(kube, ranks)
-    if SOAK:  # not yet seen to its end on a node
+    if SOAK:  # all ranks start anew: a minute more
         kill_a_rank_under_load(spread, f"demo-engine-0-{ranks - 1}", tokens=MANY_TOKENS)
 
 
