@@ -99,5 +99,5 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	.venv/bin/lint-imports
 	$(PY) -m megatron_operator.generate --check
 
-generate: setup ## write the generated files: CRD, install manifest, reference page, protocol vectors
+generate: setup ## write the generated files: CRD, install manifest, reference page
 	@$(PY) -m megatron_operator.generate

@@ -66,15 +66,8 @@ def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, 
 
 def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
     """The SHA-256 form of block_hashes() for tokens as they travel, little-endian int32. It runs for every request."""
-    data = np.frombuffer(frame, dtype="<i4").astype("<i8").tobytes()
-    sha256 = hashlib.sha256
-    digest = sha256(salt.encode()).digest() if salt else bytes(32)
-    width = block_size * 8
-    hashes = []
-    for begin in range(0, len(data) - width + 1, width):
-        digest = sha256(digest + data[begin : begin + width]).digest()
-        hashes.append(int.from_bytes(digest[:8], "little") % _SHA_MODULUS + 1)
-    return hashes
+    tokens = np.frombuffer(frame, dtype="<i4")
+    return [hash_of_digest(digest) for digest in block_digests(tokens, block_size, salt=salt.encode())]
 
 
 def hash_of_digest(digest: bytes) -> int:

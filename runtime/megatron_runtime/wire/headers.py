@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-PROTOCOL_VERSION = 1
-"""Raised when a peer of the release before could not understand us; HELLO carries it."""
+PROTOCOL_VERSION = 3
+"""Raised when a peer of the release before could not understand us; HELLO carries it. 2 was left out: neighbours are
+taken to understand each other, and messages of 1 had other frames.
+"""
 
 
 class Header(IntEnum):

@@ -96,11 +96,14 @@ async def ask(socket: zmq.Socket, frames: list[bytes]) -> Error:
         (Role.CLIENT, VECTORS["CONNECT"].to_frames(), ErrorCode.UNKNOWN_PEER, "unknown_peer"),
         (Role.CLIENT, VECTORS["HELLO, engine"].to_frames(), ErrorCode.WRONG_ROLE, "wrong_role"),
         (Role.ENGINE, VECTORS["HELLO, client"].to_frames(), ErrorCode.WRONG_ROLE, "wrong_role"),
-        (
-            Role.CLIENT,
-            Hello(role=Role.CLIENT, name="x", incarnation=1, version=9).to_frames(),
-            ErrorCode.VERSION,
-            "version",
+        *(
+            (
+                Role.CLIENT,
+                Hello(role=Role.CLIENT, name="x", incarnation=1, version=version).to_frames(),
+                ErrorCode.VERSION,
+                "version",
+            )
+            for version in (1, 9)  # 1 spoke in several frames
         ),
     ],
 )
