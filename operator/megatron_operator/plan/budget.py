@@ -1,7 +1,8 @@
 """The restart budget: how often the containers of one engine may end before the operator gives it up.
 
 Counted from what pods report. A window opens with the first restart after the last one closed; what happened before
-it does not count. Given up means no pods until the spec changes.
+it does not count, nor do pods of another revision than the spec's: an engine is not given up for what was taken back
+while its pods still crashed. Given up means no pods until the spec changes.
 """
 
 from __future__ import annotations
@@ -41,8 +42,13 @@ def _previous(world: World, name: str) -> Mapping[str, Any]:
     return next((entry for entry in status.get("engines") or () if entry["name"] == name), {})
 
 
-def engine_budget(world: World, name: str, pods: tuple[PodView, ...]) -> Budget:
-    """The budget of engine `name`, from its entry in the status and its present pods. A changed spec starts anew."""
+def engine_budget(world: World, name: str, pods: tuple[PodView, ...], *, revision: str) -> Budget:
+    """The budget of engine `name`, from its entry in the status and its present pods. A changed spec starts anew.
+
+    `revision` is what the spec renders to; while that cannot be known ("") every pod counts.
+    """
+    if revision:
+        pods = tuple(pod for pod in pods if pod.revision in ("", revision))
     limit = world.resource.spec.lifecycle.restart_budget
     before = _previous(world, name)
     restarts = sum(pod.restarts for pod in pods)

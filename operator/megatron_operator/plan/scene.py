@@ -228,6 +228,7 @@ class Scene:
         world, name = self.world, self.ctx.engine_name(index)
         pods = tuple(pod for pod in world.pods if pod.component == ENGINE and pod.engine == name)
         manifest = self.rendered.engine_manifest(index)
+        revision = engine_revision(manifest) if manifest else ""
         return EngineView(
             index=index,
             name=name,
@@ -235,8 +236,8 @@ class Scene:
             statefulset=world.children.get(ChildRef("StatefulSet", name, APPS)),
             pods=pods,
             report=reports.get(name),
-            rendered_revision=engine_revision(manifest) if manifest else "",
-            budget=engine_budget(world, name, pods),
+            rendered_revision=revision,
+            budget=engine_budget(world, name, pods, revision=revision),
             **self._canary(name),
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from dataclasses import replace
@@ -654,6 +655,29 @@ def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:
     assert "no such weights" in cluster.status["engines"][0]["diagnosis"]
     cluster.broken_engines.clear()
     cluster.patch(engine={"batching": {"maxRequests": 3}})
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
+def test_pods_of_what_was_taken_back_do_not_cost_the_engine_its_budget(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
+    cluster.settle()
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.patch(engine={"batching": {"maxRequests": 3}})
+    cluster.settle()
+    assert cluster.condition("Ready")["reason"] == "CrashLooping"
+    cluster.spec["engine"] = {}
+    cluster.patch()
+    crashing = copy.deepcopy(cluster.pods)
+    cluster.step()
+    replaced, cluster.pods = cluster.pods, crashing  # The news of their deletion comes after that of a last restart.
+    for pod in crashing.values():
+        if "containerStatuses" in pod["status"]:
+            pod["status"]["containerStatuses"][0]["restartCount"] = 12
+    cluster.step()
+    cluster.pods = replaced
+    assert "diagnosis" not in cluster.status["engines"][0]
+    cluster.broken_engines.clear()
     cluster.settle()
     assert cluster.state == "Running"
 
