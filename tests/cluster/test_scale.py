@@ -24,11 +24,12 @@ from soak import size
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
+from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-RESOURCES = size(12, soak=200)
+RESOURCES = int(os.environ.get("R") or size(12, soak=200))
 IDLE_SECONDS = int(os.environ.get("MEGATRON_IDLE_SECONDS") or size(12, soak=120))
 RESYNC_SECONDS = size(4, soak=300)
 ENGINES = 4
@@ -38,8 +39,9 @@ SETS = kind_of("apps/v1", "StatefulSet")
 
 
 @pytest.fixture
-async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[PlayedFleet]:
-    played = PlayedFleet(api, namespace=namespace, folder=tmp_path)
+async def fleet(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[PlayedFleet]:
+    configuration = await load_configuration(kubeconfig=control_plane.kubeconfig)
+    played = PlayedFleet(configuration, namespace=namespace, folder=tmp_path)
     played.start()
     yield played
     await played.stop()

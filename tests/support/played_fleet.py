@@ -10,8 +10,11 @@ import contextlib
 from pathlib import Path
 
 import zmq
+from aiohttp import ClientError
+from kubernetes.aio.client import ApiClient, ApiException, Configuration, CoreV1Api
+from kubernetes.aio.watch import Watch
 
-from megatron_operator.cluster.api import ApiError, KubeApi
+from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Header
@@ -79,12 +82,12 @@ class FleetCoordinator:
 class PlayedFleet:
     """All pods of a namespace become ready; `coordinator(name)` starts one."""
 
-    def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
-        self._api, self._namespace, self._folder = api, namespace, folder
+    def __init__(self, configuration: Configuration, *, namespace: str, folder: Path) -> None:
+        self._configuration, self._namespace, self._folder = configuration, namespace, folder
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._context.set(zmq.MAX_SOCKETS, 4096)
         self._coordinators: list[FleetCoordinator] = []
-        self._ready: set[str] = set()
+        self._reports: set[asyncio.Task[None]] = set()
         self._task: asyncio.Task[None] | None = None
 
     @property
@@ -96,9 +99,10 @@ class PlayedFleet:
         self._task = asyncio.create_task(self._play())
 
     async def stop(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = {*self._reports, *([self._task] if self._task is not None else ())}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         for coordinator in self._coordinators:
             coordinator.close()
         self._context.term()
@@ -110,20 +114,26 @@ class PlayedFleet:
         return made
 
     async def _play(self) -> None:
-        while True:
-            with contextlib.suppress(ApiError):
-                pods = await self._api.list(POD, self._namespace)
-                waiting = [pod["metadata"]["name"] for pod in pods if pod["metadata"]["uid"] not in self._ready]
-                for start in range(0, len(waiting), AT_ONCE):
-                    await asyncio.gather(*(self._report(name) for name in waiting[start : start + AT_ONCE]))
-                self._ready.update(pod["metadata"]["uid"] for pod in pods)
-            await asyncio.sleep(LOOK_SECONDS)
+        """A kubelet watches too: to list a thousand pods again and again would be felt by everybody else."""
+        async with KubeApi(self._configuration) as api, ApiClient(self._configuration) as client:
+            room = asyncio.Semaphore(AT_ONCE)
+            pods = CoreV1Api(client).list_namespaced_pod
+            while True:
+                watch = Watch(return_type="object")
+                with contextlib.suppress(ApiException, ClientError):
+                    async for event in watch.stream(pods, self._namespace, field_selector="status.phase=Pending"):
+                        if event["type"] == "ADDED":
+                            report = asyncio.create_task(self._report(api, room, event["object"]["metadata"]["name"]))
+                            self._reports.add(report)
+                            report.add_done_callback(self._reports.discard)
+                await asyncio.sleep(LOOK_SECONDS)
 
-    async def _report(self, name: str) -> None:
+    async def _report(self, api: KubeApi, room: asyncio.Semaphore, name: str) -> None:
         status = {"phase": "Running", "conditions": [{"type": "Ready", "status": "True"}]}
-        await self._api.request(
-            "PATCH",
-            POD.path(self._namespace, name, subresource="status"),
-            body={"status": status},
-            content_type="application/merge-patch+json",
-        )
+        async with room:
+            await api.request(
+                "PATCH",
+                POD.path(self._namespace, name, subresource="status"),
+                body={"status": status},
+                content_type="application/merge-patch+json",
+            )

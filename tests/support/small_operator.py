@@ -251,7 +251,11 @@ def new_operator(
     leader: Any = Leader(term)
     writer = Writer(played, guard=leader.check, count=lambda verb, kind: None)
     observing = ObserverSettings(
-        settings=api.cluster.settings, admin=None, resolve=lambda *_: "inproc://", resync_seconds=1e9
+        settings=api.cluster.settings,
+        admin=None,
+        resolve=lambda *_: "inproc://",
+        resync_seconds=1e9,
+        audits=asyncio.Semaphore(2),
     )
     observer = Observer(played, cache, link, options=observing)
     actor = Actor(

@@ -159,10 +159,18 @@ class ResourceCache:
             if written.child.uid == uid:
                 del self._written[ref]
 
-    def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod]) -> None:
-        """A full listing: corrects what the watch missed while its connection was down."""
-        listed = {child.ref: child for child in children}
+    def uids(self) -> frozenset[str]:
+        """Of all children that are known, to be given to `audited` when a listing that begins now is done."""
+        return frozenset(seen.uid for seen in self._merged().values())
+
+    def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod], *, before: frozenset[str]) -> None:
+        """A full listing: corrects what the watch missed while its connection was down.
+
+        before: the UIDs that were known when the listing began. What was known then and is not known now went while it
+            was on its way, and lives on in it only.
+        """
         known = self._merged()
+        listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
         for ref, seen in known.items():
             if ref not in listed and ref not in self._unwatched and not self._is_fresh(ref):
                 self.gone(seen.uid)

@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 
 CRD_RETRY_SECONDS = 2.0
 RESTART_SECONDS = 1.0
+AUDITS_AT_ONCE = 2
 
 
 class OperatorStartError(RuntimeError):
@@ -69,6 +70,7 @@ class OperatorProcess:
         self._metrics.show(lambda: self._supervisor.readings() if self._supervisor else [])
         self._index: Index | None = None
         self._run: KopfRun | None = None
+        self._audits = asyncio.Semaphore(AUDITS_AT_ONCE)
         self._resolve: Resolver = (
             template_resolver(options.coordinator_address_template)
             if options.coordinator_address_template
@@ -88,8 +90,9 @@ class OperatorProcess:
         await probes.start()
         try:
             configuration = await load_configuration(kubeconfig=options.kubeconfig, context=options.context)
-            async with KubeApi(configuration) as api:
-                return await self._run_with(api, configuration)
+            # The Lease has connections of its own: it must be renewed whatever else waits for an answer.
+            async with KubeApi(configuration) as api, KubeApi(configuration) as lease_api:
+                return await self._run_with(api, lease_api, configuration)
         finally:
             await probes.stop()
 
@@ -99,7 +102,7 @@ class OperatorProcess:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._stop.set)
 
-    async def _run_with(self, api: KubeApi, configuration: Configuration) -> int:
+    async def _run_with(self, api: KubeApi, lease_api: KubeApi, configuration: Configuration) -> int:
         options = self._options
         lease = LeaseSettings(
             namespace=options.settings.operator_namespace,
@@ -107,7 +110,7 @@ class OperatorProcess:
             identity=options.identity,
             duration=options.lease_seconds,
         )
-        elector = Elector(api, lease)
+        elector = Elector(lease_api, lease)
         self._phase = "standing by"
         if not await self._unless_stopped(elector.acquire()):
             return 0
@@ -207,6 +210,7 @@ class OperatorProcess:
             admin=admin,
             resolve=self._resolve,
             resync_seconds=options.resync_seconds,
+            audits=self._audits,
         )
         observer = Observer(api, cache, link, options=observing)
         actor = Actor(

@@ -46,6 +46,8 @@ class ObserverSettings:
     """None: no security, plain sockets."""
     resolve: Resolver
     resync_seconds: float
+    audits: asyncio.Semaphore
+    """How many resources may be listed at once, of all that there are: the API server serves others too."""
 
 
 class Observer:
@@ -217,7 +219,11 @@ class Observer:
         self._keys = None
         selector = f"{CHILD_SELECTOR},{LABEL_INSTANCE}={resource.name}"
         kinds = (*CHILD_KINDS, POD)
-        answers = await asyncio.gather(*(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds))
+        async with self._options.audits:
+            before = self._cache.uids()
+            answers = await asyncio.gather(
+                *(self._api.list(kind, resource.namespace, selector=selector) for kind in kinds)
+            )
         children: list[SeenChild] = []
         pods: list[SeenPod] = []
         for kind, items in zip(kinds, answers, strict=True):
@@ -227,7 +233,7 @@ class Observer:
                 children += [
                     project_child({**item, "apiVersion": kind.api_version, "kind": kind.kind}) for item in items
                 ]
-        self._cache.audited(children, pods)
+        self._cache.audited(children, pods, before=before)
         await self.reread_resource()
 
     def _resync_in(self) -> float:

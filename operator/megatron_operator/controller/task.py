@@ -18,7 +18,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megatron_operator.cluster.api import ApiError
-from megatron_operator.cluster.cache import Key, ResourceCache
+from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Key, ResourceCache
 from megatron_operator.cluster.lease import Elector, LeadershipLostError
 from megatron_operator.cluster.projection import SeenResource
 from megatron_operator.cluster.writer import Writer
@@ -133,7 +133,9 @@ class ResourceTask:
         if await parts.actor.act(decision.actions, resource):
             return self._again()
         self._eager = 0
-        return min(parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
+        # What was written and is not shown by the watch is looked up then.
+        shown = parts.resync_seconds if parts.cache.behind_seconds == 0.0 else WATCH_LAG_SECONDS
+        return min(shown, parts.resync_seconds, decision.requeue_after or parts.resync_seconds)
 
     async def _decide(self, resource: SeenResource) -> Decision:
         parts = self._parts

@@ -124,10 +124,20 @@ def test_ghost_of_a_missed_deletion_is_found_by_the_audit(index: Index, cache: R
     index.children[KEY] = [project_child(deployment(20))]
     index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
 
-    cache.audited([], [project_pod(pod("b", "p2"))])
+    cache.audited([], [project_pod(pod("b", "p2"))], before=cache.uids())
 
     assert cache.views() == {}
     assert [view.name for view in cache.pods()] == ["b"]
+
+
+def test_what_goes_while_the_audit_is_on_its_way_does_not_come_back_with_it(index: Index, cache: ResourceCache) -> None:
+    index.children[KEY] = [project_child(deployment(20))]
+    before = cache.uids()
+    index.children[KEY] = []
+
+    cache.audited([project_child(deployment(20))], [], before=before)
+
+    assert cache.views() == {}
 
 
 def test_audit_leaves_alone_what_was_just_written_and_adds_what_the_watch_missed(
@@ -137,7 +147,7 @@ def test_audit_leaves_alone_what_was_just_written_and_adds_what_the_watch_missed
     service = {**deployment(7, uid="s1"), "apiVersion": "v1", "kind": "Service"}
     service["spec"] = {"clusterIP": "10.96.0.9"}
 
-    cache.audited([project_child(service)], [])
+    cache.audited([project_child(service)], [], before=cache.uids())
 
     assert set(cache.views()) == {REF, ChildRef("Service", REF.name, "v1")}
     child = cache.child(ChildRef("Service", REF.name, "v1"))
