@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ from eventually import eventually
 from soak import SOAK
 
 from localcluster import LocalCluster
-from megatron_operator.cluster.kinds import Kind, kind_of
+from megatron_operator.cluster.kinds import CHILD_KINDS, Kind, kind_of
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES, Rule
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
@@ -78,30 +78,61 @@ async def leave_configuration_of_an_earlier_operator(resource: Any, api: Any) ->
     await eventually(cleared, seconds=60, what="the configuration of an earlier operator is gone")
 
 
+async def meet_what_others_have(make_resource: Callable[[str], Any], api: Any) -> None:
+    """Two resources with the names of children taken: one of what pods refer to, the other of what makes pods."""
+    taken, other = make_resource("taken"), make_resource("other")
+    await taken.create(replicas=1)
+    await eventually(lambda: has(taken, "StatefulSet"), seconds=60, what="children to take the names of")
+    children = await taken.children()
+    await taken.delete()
+    await taken.until_gone()
+    kinds = {kind.kind: kind for kind in CHILD_KINDS}
+    for title, child in children.items():
+        kind, name = kinds.get(title.split()[0]), child["metadata"]["name"]
+        if kind is None:
+            continue
+        spec = {key: value for key, value in child.get("spec", {}).items() if not key.startswith("clusterIP")}
+        workload = kind.kind in ("Deployment", "StatefulSet")
+        metadata = {"name": name.replace("taken", "other") if workload else name, "namespace": taken.namespace}
+        body = {key: value for key, value in child.items() if key not in ("metadata", "spec", "status")}
+        await api.create(kind, {**body, "metadata": metadata, **({"spec": spec} if spec else {})}, manager="somebody")
+    for resource in (taken, other):
+        await resource.create(replicas=1)
+        await resource.until(lambda status: "is not owned by this resource" in str(status), seconds=60)
+
+
+async def has(resource: Any, kind: str) -> bool:
+    return any(title.startswith(kind) for title in await resource.children())
+
+
 @pytest.fixture
 def log(control_plane: LocalCluster, namespace: str) -> AuditLog:
     return AuditLog(control_plane.audit_log, user=f"system:serviceaccount:{namespace}:megatron-operator")
 
 
 async def test_every_permission_is_needed_and_none_is_missing(
-    resource: Any, make_operator: Any, node: Any, api: Any, log: AuditLog
+    resource: Any, make_resource: Any, make_operator: Any, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3")
-    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
+    await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
 
 
 @pytest.mark.skipif(not SOAK, reason="the same life again: `make soak` lives it")
 async def test_every_permission_of_the_cluster_role_is_needed_and_none_is_missing(
-    resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
+    resource: Any, make_resource: Any, make_operator: Any, cluster_wide: None, node: Any, api: Any, log: AuditLog
 ) -> None:
     operator = make_operator("--resync-seconds", "3", everywhere=True)
-    await audit(operator, resource, api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
+    await audit(operator, (resource, make_resource), api, log, rules=granted([*RESOURCE_RULES, *HOME_RULES]))
 
 
-async def audit(operator: Any, resource: Any, api: Any, log: AuditLog, *, rules: set[Permission]) -> None:
+async def audit(
+    operator: Any, resources: tuple[Any, Callable[[str], Any]], api: Any, log: AuditLog, *, rules: set[Permission]
+) -> None:
     """Every request of an operator's life against what its roles grant."""
+    resource, make_resource = resources
     await operator.start()
     await live(resource, api)
+    await meet_what_others_have(make_resource, api)
     await operator.passed(await operator.passes() + 3)
     assert operator.stop() == 0
     await operator.start()

@@ -29,7 +29,7 @@ from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-RESOURCES = int(os.environ.get("R") or size(12, soak=200))
+RESOURCES = size(12, soak=200)
 IDLE_SECONDS = int(os.environ.get("MEGATRON_IDLE_SECONDS") or size(12, soak=120))
 RESYNC_SECONDS = size(4, soak=300)
 ENGINES = 4

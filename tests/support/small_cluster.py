@@ -331,7 +331,7 @@ class Cluster:
         ref = ChildRef(obj["kind"], obj["metadata"]["name"], obj["apiVersion"])
         known = self.objects.get(ref)
         obj["metadata"]["uid"] = known["metadata"]["uid"] if known else f"uid-{next(self.uids)}"
-        obj["metadata"].setdefault("resourceVersion", "1")
+        obj["metadata"].setdefault("resourceVersion", "2")
         self.objects[ref] = obj
 
     # --- Everything else ----------------------------------------------------------------------------------------

@@ -122,6 +122,9 @@ class PlayedApi:
         uid = body["metadata"].get("uid")
         if uid is not None and (known is None or known["metadata"]["uid"] != uid):
             raise ApiError(409, "Conflict", "another object")
+        version = body["metadata"].get("resourceVersion")
+        if version is not None and known is not None and known["metadata"].get("resourceVersion") != version:
+            raise ApiError(409, "Conflict", "the object has been modified")
         self.cluster.put(body)
         self._version += 1
         stored = self.cluster.objects[ref]

@@ -10,6 +10,9 @@ from megatron_operator.cluster.projection import SeenChild, SeenResource, projec
 from megatron_operator.plan.world import ChildRef, Manifest
 from megatron_operator.render.context import FIELD_MANAGER
 
+NO_VERSION = "1"
+"""The store's revision before its first write: no object has it, and what does not exist may be made with it."""
+
 
 class NotOwnedError(ApiError):
     """An object of that name exists and belongs to somebody else. It is left alone."""
@@ -36,22 +39,32 @@ class Writer:
         self._count = count
 
     async def apply_child(self, manifest: Manifest, *, owner_uid: str, known: SeenChild | None) -> SeenChild:
-        """Server-side apply, forced only onto the very object `known`, which the resource must own.
+        """Server-side apply, forced only onto the very object `known`, which the resource must own. An object that is
+        not known is made only if there is none of its name.
 
         Raises:
             NotOwnedError: somebody else's object bears the name.
             ApiError: the server refused.
         """
         kind = kind_of(manifest["apiVersion"], manifest["kind"])
-        namespace, name = manifest["metadata"]["namespace"], manifest["metadata"]["name"]
         if known is None:
-            existing = await self._api.get(kind, namespace, name)
-            known = project_child(existing) if existing is not None else None
-        if known is not None and known.owner_uid != owner_uid:
-            raise NotOwnedError(known.ref, namespace=namespace)
+            try:
+                return await self._apply(kind, _onto_nothing(manifest), force=False)
+            except ApiError as error:
+                if not error.conflict:
+                    raise
+                metadata = manifest["metadata"]
+                existing = await self._api.get(kind, metadata["namespace"], metadata["name"])
+                if existing is None:
+                    raise
+                known = project_child(existing)
+        if known.owner_uid != owner_uid:
+            raise NotOwnedError(known.ref, namespace=manifest["metadata"]["namespace"])
+        return await self._apply(kind, _onto(manifest, known), force=True)
+
+    async def _apply(self, kind: Kind, body: Manifest, *, force: bool) -> SeenChild:
         self._guard()
-        body = _onto(manifest, known) if known is not None else manifest
-        answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=known is not None)
+        answer = await self._api.apply(kind, body, manager=FIELD_MANAGER, force=force)
         self._count("apply", kind.kind)
         return project_child(answer)
 
@@ -119,3 +132,8 @@ class Writer:
 def _onto(manifest: Manifest, known: SeenChild) -> Manifest:
     """The manifest for that very object and no other of its name."""
     return {**manifest, "metadata": {**manifest["metadata"], "uid": known.uid}}
+
+
+def _onto_nothing(manifest: Manifest) -> Manifest:
+    """The manifest for an object that is not there: whatever is there is of another version, and the server says so."""
+    return {**manifest, "metadata": {**manifest["metadata"], "resourceVersion": NO_VERSION}}

@@ -96,6 +96,19 @@ def _watch_children(registry: kopf.OperatorRegistry, wake: Callable[[Key], None]
     kopf.on.event(*where, registry=registry, id="wake-pods", labels=labels)(event)
 
 
+class _NoDifferences(kopf.DiffBaseStorage):
+    """Nobody here asks what of an object has changed, which kopf would find out at each event by two deep copies."""
+
+    def build(self, **_: Any) -> kopf.BodyEssence:
+        return kopf.BodyEssence()
+
+    def fetch(self, **_: Any) -> None:
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is kept in the cluster."""
+
+
 def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     """Every default of kopf's that matters, said out loud.
 
@@ -118,6 +131,7 @@ def kopf_settings(*, watch_seconds: float) -> kopf.OperatorSettings:
     settings.queueing.error_delays = (0.5, 1, 2, 5, 10)
     # It would kill a process whose kopf has ended and was started anew.
     settings.process.ultimate_exiting_timeout = None
+    settings.persistence.diffbase_storage = _NoDifferences()
     for kind in (*CHILD_KINDS, POD):
         settings.watching.label_selectors[kind.group, kind.version, kind.plural] = CHILD_SELECTOR
     return settings

@@ -72,6 +72,9 @@ class Store:
         uid = body["metadata"].get("uid")
         if uid is not None and (old is None or old["metadata"]["uid"] != uid):
             raise ApiError(409, "Conflict", "uid mismatch")
+        version = body["metadata"].get("resourceVersion")
+        if version is not None and old is not None and old["metadata"]["resourceVersion"] != version:
+            raise ApiError(409, "Conflict", "the object has been modified")
         merged = {**(old or {}), **body}
         return self._store(key, merged, uid=old["metadata"]["uid"] if old else f"uid-{self.version}", verb="apply")
 

@@ -59,6 +59,15 @@ async def test_foreign_object_is_left_alone_and_named(store: Any, writer: Writer
     assert store.writes == [("create", "Service")]
 
 
+async def test_our_own_child_that_the_watch_has_not_shown_yet_is_written_onto(store: Any, writer: Writer) -> None:
+    first = await writer.apply_child(manifest(), owner_uid="u", known=None)
+    again = await writer.apply_child(manifest(a="b"), owner_uid="u", known=None)
+
+    assert again.uid == first.uid
+    assert store.objects["Service", "prod", "demo"]["metadata"]["labels"] == {"a": "b"}
+    assert store.writes == [("apply", "Service")] * 2
+
+
 async def test_child_of_a_resource_that_was_made_anew_is_left_alone(store: Any, writer: Writer) -> None:
     seen = await writer.apply_child(manifest(), owner_uid="u", known=None)
     with pytest.raises(NotOwnedError):
