@@ -87,7 +87,7 @@ def _watch(settings: EngineSettings, groups: Groups) -> StepWatch:
 def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch_device(settings.device, settings.parallel, local_rank=identity.local_rank)
+    device = torch_device(settings.device, local_rank=identity.local_rank)
     until = time.monotonic() + settings.rendezvous_seconds
     store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
     store.set(_device_key(identity.rank), device.type)
