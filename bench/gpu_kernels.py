@@ -23,6 +23,7 @@ import torch
 
 from megatron_kernels import (
     add_rms_norm,
+    moe_experts,
     moe_routing,
     paged_decode,
     paged_prefill,
@@ -31,6 +32,7 @@ from megatron_kernels import (
     swiglu,
 )
 from megatron_kernels.registry import Backend, KernelConfig, KernelError, select_kernels
+from megatron_kernels.tuning import expert_places
 
 GRAPH_CALLS = 20
 REPLAYS = 20
@@ -50,6 +52,7 @@ class ModelShape:
     feed_forward: int = 14336
     vocabulary: int = 128256
     experts: int = 128
+    expert_width: int = 768
     top_k: int = 8
     page_size: int = 16
 
@@ -92,6 +95,7 @@ def cases(
         yield _norm_case(model, count, random)
         yield _swiglu_case(model, count, random)
         yield _routing_case(model, count, random)
+        yield _experts_case(model, count, random)
         yield _append_case(model, count, random)
         yield _decode_case(model, count, context, random)
         yield _sampling_case(model, count, random)
@@ -133,6 +137,30 @@ def _routing_case(model: ModelShape, count: int, random: Random) -> Case:
         make=lambda: random(count, model.experts),
         run=run,
         bytes_moved=moved,
+    )
+
+
+def _experts_case(model: ModelShape, count: int, random: Random) -> Case:
+    """Tokens that choose as many different experts as they can."""
+    places = expert_places(tokens=count, top_k=model.top_k, num_experts=model.experts)
+
+    def make() -> Any:
+        gate_up = random(model.experts, 2 * model.expert_width, model.hidden) * model.hidden**-0.5
+        down = random(model.experts, model.hidden, model.expert_width) * model.expert_width**-0.5
+        wanted_TJ = torch.arange(count * model.top_k, device=down.device).view(count, -1) % model.experts
+        logits = random(count, model.experts).float().scatter_(1, wanted_TJ, 9.0)
+        routing = moe_routing.moe_routing(logits, top_k=model.top_k, alignment=places)
+        return random(count, model.hidden), gate_up, down, routing
+
+    sizes = {"hidden": model.hidden, "width": model.expert_width}
+    chosen = min(model.experts, count * model.top_k)
+    return Case(
+        operation="moe_experts",
+        name=f"{count} tokens",
+        make=make,
+        run=lambda function, inputs: (function(*inputs, alignment=places),),
+        bytes_moved=moe_experts.bytes_moved(count, chosen, element_size=random(1).element_size(), **sizes),
+        flops=moe_experts.flops(count * model.top_k, **sizes),
     )
 
 

@@ -83,3 +83,16 @@ class MoeRouting(Protocol):
     def __call__(
         self, logits_TN: torch.Tensor, *, top_k: int, normalize: bool = True, alignment: int = 1
     ) -> Routing: ...
+
+
+class MoeExperts(Protocol):
+    def __call__(
+        self,
+        x_TD: torch.Tensor,
+        gate_up_XGD: torch.Tensor,
+        down_XDF: torch.Tensor,
+        routing: Routing,
+        *,
+        first: int = 0,
+        alignment: int,
+    ) -> torch.Tensor: ...

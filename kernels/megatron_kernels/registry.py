@@ -18,6 +18,7 @@ import torch
 
 from megatron_kernels.operations import (
     AddRmsNorm,
+    MoeExperts,
     MoeRouting,
     PagedDecode,
     PagedPrefill,
@@ -68,6 +69,7 @@ class KernelConfig:
     paged_prefill: Backend | None = None
     sample: Backend | None = None
     moe_routing: Backend | None = None
+    moe_experts: Backend | None = None
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> KernelConfig:
@@ -101,6 +103,7 @@ class Kernels:
     paged_prefill: PagedPrefill
     sample: Sample
     moe_routing: MoeRouting
+    moe_experts: MoeExperts
     backends: Mapping[str, Backend]
 
 

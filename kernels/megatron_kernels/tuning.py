@@ -43,6 +43,16 @@ class PrefillTuning:
     num_stages: int
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertTile:
+    """columns: of the result of a program; depth: values of a row that one product takes."""
+
+    columns: int
+    depth: int
+    num_warps: int
+    num_stages: int
+
+
 def next_power_of_2(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
@@ -109,6 +119,19 @@ def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:
 def routing_block(num_experts: int) -> int:
     """Tokens of one program of expert routing: 4096 (token, expert) elements, at most 64 tokens."""
     return max(1, min(64, 4096 // next_power_of_2(num_experts)))
+
+
+def expert_places(*, tokens: int, top_k: int, num_experts: int) -> int:
+    """Places of a tile of the experts' products, to which each expert's part of the order is aligned: the fewest that
+    a tensor-core product takes, and more where an expert gets as many tokens on average."""
+    return 64 if tokens * top_k >= 32 * num_experts else MIN_DOT_ROWS
+
+
+def expert_tile(places: int) -> ExpertTile:
+    """Return the cut of the experts' products into tiles of so many places."""
+    if places <= MIN_DOT_ROWS:
+        return ExpertTile(columns=64, depth=128, num_warps=4, num_stages=4)
+    return ExpertTile(columns=128, depth=64, num_warps=8, num_stages=3)
 
 
 def vocabulary_tile(vocabulary: int) -> Tile:

@@ -2,9 +2,9 @@
 
 What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
 suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
-time); kernels (as a GPU does, on a processor); fail (rank, name of a method of TorchExecutor, how often: it raises on
-that rank); hang (rank, one of HANGS, after how many orders: what happens then in layer 1); rendezvous_seconds;
-step_timeout_seconds.
+time); kernels (as a GPU does, on a processor; "graphs": its steps of decodes padded as for graphs); fail (rank, name of
+a method of TorchExecutor, how often: it raises on that rank); hang (rank, one of HANGS, after how many orders: what
+happens then in layer 1); rendezvous_seconds; step_timeout_seconds.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from megatron_runtime.engines.rank_start import follow, lead
 from megatron_runtime.engines.ranked_executor import RankedExecutor
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.gpu import inference_wrapper
+from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput
 from megatron_runtime.gpu.device import CudaDevice
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.parallel.errors import RankError
@@ -129,7 +131,7 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
             threads=1,
             kv_cache_memory=KV_CACHE_MEMORY,
             groups=groups,
-            device=device_of_kernels() if told.get("kernels") else None,
+            device=device_of_kernels(has_graphs=told["kernels"] == "graphs") if told.get("kernels") else None,
         )
 
     try:
@@ -171,11 +173,26 @@ def _plant_hang(how: str, after: int) -> None:
     Groups.begin_layer = begin_and_hang  # type: ignore[method-assign]
 
 
-def device_of_kernels() -> CudaDevice:
+class EagerGraphs(DecodeGraphs):
+    """Runs what a graph would replay: the same padded steps, from the same buffers."""
+
+    def __init__(self, run: Callable[[int], StepOutput]) -> None:
+        self._run = run
+
+    def replay(self, size: int) -> StepOutput:
+        return self._run(size)
+
+
+def device_of_kernels(*, has_graphs: bool) -> CudaDevice:
     """What a GPU does, with torch's references of the kernels."""
     config = _config()
+    if has_graphs:
+        inference_wrapper.DecodeGraphs = EagerGraphs  # type: ignore[misc]
     return CudaDevice(
-        max_rows=config.request_slots, max_tokens=config.step_tokens, graph_rows=0, device=torch.device("cpu")
+        max_rows=config.request_slots,
+        max_tokens=config.step_tokens,
+        graph_rows=config.request_slots if has_graphs else 0,
+        device=torch.device("cpu"),
     )
 
 

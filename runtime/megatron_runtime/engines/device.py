@@ -116,7 +116,7 @@ def select_device(
         return BatchInvariantProcessor(wrapper_class or GPTInferenceWrapper)
     if wrapper_class is not None:
         return Processor(wrapper_class)
-    where = torch_device(name, sizes, local_rank=local_rank)
+    where = torch_device(name, local_rank=local_rank)
     if where.type == "cpu":
         return Processor()
     from megatron_runtime.gpu.device import CudaDevice
@@ -126,15 +126,13 @@ def select_device(
     return CudaDevice(max_rows=rows, max_tokens=config.step_tokens, graph_rows=graph_rows, device=where)
 
 
-def torch_device(name: str, sizes: ParallelSizes, *, local_rank: int) -> torch.device:
+def torch_device(name: str, *, local_rank: int) -> torch.device:
     """Where a rank's tensors are: the GPU of its number on its machine. Raises ValueError as select_device() does."""
     _require_known(name)
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ValueError("device='cuda': torch finds no CUDA device: use auto or cpu, or give the container a GPU")
-    if sizes.expert > 1:
-        raise ValueError(f"device={name!r}: ranks that share experts run on processors only: use device=cpu")
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
             f"device={name!r}: rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}: "

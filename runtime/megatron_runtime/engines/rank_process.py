@@ -14,7 +14,7 @@ from megatron_runtime.engines.termination import write_termination_message
 from megatron_runtime.parallel.errors import RankError
 from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.groups import GroupError
-from megatron_runtime.parallel.plan_channel import Kind, Order
+from megatron_runtime.parallel.plan_channel import STEPS, Kind, Order
 from megatron_runtime.parallel.plan_codec import decode_plan, encode_result
 from megatron_runtime.parallel.step_progress import StepProgress
 
@@ -63,7 +63,7 @@ class RankProcess:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, leave)
         while (order := self._channel.orders.get()).kind is not Kind.END:
-            if order.kind is Kind.STEP:
+            if order.kind in STEPS:
                 self._step(order)
             elif order.body[0] == "stage_weights":
                 # Steps go on meanwhile.
@@ -74,7 +74,7 @@ class RankProcess:
         self._channel.close()
 
     def _step(self, order: Order) -> None:
-        self._progress.begin(order.number)
+        self._progress.begin(order.number, is_warm_up=order.kind is Kind.WARM_UP)
         try:
             parts = self._executor.execute_part(decode_plan(order.body))
         except Exception as error:

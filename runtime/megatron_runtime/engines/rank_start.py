@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron_runtime.engines.device import torch_device
+from megatron_runtime.engines.executor import StepPlan
 from megatron_runtime.engines.rank_process import RankProcess, end_with
 from megatron_runtime.engines.ranked_executor import RankedExecutor
 from megatron_runtime.engines.settings import EngineSettings
@@ -27,7 +28,8 @@ from megatron_runtime.parallel.identity import RankIdentity
 from megatron_runtime.parallel.interpreter_watch import InterpreterWatch
 from megatron_runtime.parallel.leader_channel import LeaderChannel
 from megatron_runtime.parallel.rendezvous import LOOPBACK, Meeting, open_store
-from megatron_runtime.parallel.step_watch import StepWatch
+from megatron_runtime.parallel.step_watch import WARM_UP_SECONDS, StepWatch
+from megatron_runtime.parallel.warm_up import GPU, PROCESSOR, StepSizes, warm_up_plans
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +50,9 @@ def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) 
     channel = LeaderChannel(meeting.pull, pushes, watch=_watch(settings, groups), interpreter=InterpreterWatch())
     channel.start(timeout_seconds=GREETING_SECONDS)
     logger.info("all %d ranks are there", identity.world)
-    return RankedExecutor(part, channel, settings.parallel, progress=groups.progress)
+    return RankedExecutor(
+        part, channel, settings.parallel, progress=groups.progress, warm_up=_warm_up(settings, part, groups)
+    )
 
 
 def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> None:
@@ -78,6 +82,12 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
         meeting.close()
 
 
+def _warm_up(settings: EngineSettings, part: TorchExecutor, groups: Groups) -> list[StepPlan]:
+    most = StepSizes(tokens=settings.max_tokens, rows=settings.max_requests, length=part.max_sequence_length)
+    usual = GPU if groups.device.type == "cuda" else PROCESSOR
+    return warm_up_plans(settings.parallel, usual.at_most(most), num_pages=part.num_pages, page_size=part.page_size)
+
+
 def _watch(settings: EngineSettings, groups: Groups) -> StepWatch:
     return StepWatch(
         groups.progress, step_timeout_seconds=settings.step_timeout_seconds, compiles=groups.device.type == "cuda"
@@ -87,7 +97,7 @@ def _watch(settings: EngineSettings, groups: Groups) -> StepWatch:
 def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Groups]:
     if identity.address in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    device = torch_device(settings.device, settings.parallel, local_rank=identity.local_rank)
+    device = torch_device(settings.device, local_rank=identity.local_rank)
     until = time.monotonic() + settings.rendezvous_seconds
     store = open_store(identity, timeout_seconds=settings.rendezvous_seconds)
     store.set(_device_key(identity.rank), device.type)
@@ -102,7 +112,7 @@ def _meet(settings: EngineSettings, identity: RankIdentity) -> tuple[Meeting, Gr
             settings.parallel,
             rank=identity.rank,
             device=device,
-            timeout=timedelta(seconds=settings.step_timeout_seconds),
+            timeout=timedelta(seconds=max(WARM_UP_SECONDS, settings.step_timeout_seconds)),
         )
     except RuntimeError as error:
         raise RendezvousError(identity.rank, f"it cannot connect to the other ranks: {error}") from error

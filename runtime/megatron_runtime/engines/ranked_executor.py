@@ -6,7 +6,7 @@ import asyncio
 import hashlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from megatron_runtime.engines.engine_part import EnginePart, PartExecutor
@@ -34,16 +34,24 @@ class RankedExecutor:
 
     local:         rank 0's own part.
     progress:      where rank 0 writes how far it has come.
+    warm_up:       run once, after the first load.
     """
 
     def __init__(
-        self, local: PartExecutor, channel: LeaderChannel, sizes: ParallelSizes, *, progress: StepProgress
+        self,
+        local: PartExecutor,
+        channel: LeaderChannel,
+        sizes: ParallelSizes,
+        *,
+        progress: StepProgress,
+        warm_up: Sequence[StepPlan],
     ) -> None:
         self._local = local
         self._part = EnginePart(local)
         self._channel = channel
         self._sizes = sizes
         self._progress = progress
+        self._warm_up = list(warm_up)
         self._everyone = range(sizes.world)
         last_stage = (sizes.pipeline - 1) * sizes.expert * sizes.tensor
         self._samplers = [last_stage + expert * sizes.tensor for expert in range(sizes.expert)]
@@ -82,6 +90,9 @@ class RankedExecutor:
                 self._everywhere("unload", None)
             raise
         self._note_digests(digests)
+        while self._warm_up:
+            self._run(self._warm_up[0], Kind.WARM_UP)
+            del self._warm_up[0]
 
     def release_weights(self) -> None:
         self._everywhere("release_weights", None)
@@ -102,11 +113,14 @@ class RankedExecutor:
         self._everywhere("drop_staged", None)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self._run(plan, Kind.STEP)
+
+    def _run(self, plan: StepPlan, kind: Kind) -> StepResult:
         channel = self._channel
         if channel.failure is not None:
             raise channel.failure
-        number = channel.post(Kind.STEP, encode_plan(plan), answers=self._samplers)
-        self._progress.begin(number)
+        number = channel.post(kind, encode_plan(plan), answers=self._samplers)
+        self._progress.begin(number, is_warm_up=kind is Kind.WARM_UP)
         try:
             parts = self._local.execute_part(plan)
         except GroupError as error:

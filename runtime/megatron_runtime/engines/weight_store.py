@@ -14,7 +14,7 @@ from megatron_runtime.loading.progress import with_progress
 from megatron_runtime.loading.source import ModelSource, resolve
 from megatron_runtime.loading.verified import Signature, UnusableWeightsError, VerifiedCheckpoint, require_same_model
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.tensors import num_parameters
+from megatron_runtime.models.tensors import num_expert_parameters, num_parameters
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.parallel.shard import Shard
 
@@ -49,9 +49,10 @@ class WeightStore:
     @property
     def num_bytes(self) -> int:
         """About: of a part, its share of the whole model."""
-        return (
-            num_parameters(self.config) * self._dtype.itemsize // (self._shard.tensor_size * self._shard.pipeline_size)
-        )
+        config, shard = self.config, self._shard
+        of_experts = num_expert_parameters(config)
+        values = num_parameters(config) - of_experts + of_experts // shard.expert_size
+        return values * self._dtype.itemsize // (shard.tensor_size * shard.pipeline_size)
 
     @property
     def digest(self) -> str | None:

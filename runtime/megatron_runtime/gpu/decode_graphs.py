@@ -28,9 +28,17 @@ class StepOutput:
 
 
 def graph_sizes(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then steps of 8 to 128, of 16 to 256, of 32 beyond; the largest is `max_rows`."""
+    """1, 2, 4, then steps of 8 to 128, of 16 to 256, of 32 beyond; the largest is `max_rows`. None for 0."""
+    if max_rows == 0:
+        return ()
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_rows + 1, 32)]
     return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
+    """The rows that a step of `rows` is padded to; None beyond the largest graph."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None
 
 
 class DecodeGraphs:
@@ -39,16 +47,10 @@ class DecodeGraphs:
     run: computes the step of so many rows from buffers that stay where they are.
     """
 
-    def __init__(self, run: Callable[[int], StepOutput], *, sizes: Sequence[int]) -> None:
+    def __init__(self, run: Callable[[int], StepOutput]) -> None:
         self._run = run
-        self._sizes = sizes
         self._pool = torch.cuda.graph_pool_handle()
         self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
-
-    def size_of(self, rows: int) -> int:
-        """The rows that a step of `rows` is padded to; `rows` itself beyond the largest graph."""
-        index = bisect_left(self._sizes, rows)
-        return self._sizes[index] if index < len(self._sizes) else rows
 
     def replay(self, size: int) -> StepOutput:
         """Compute the step from what the buffers hold now. The output is overwritten by the next replay."""

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from megatron_kernels.registry import Kernels
+from megatron_runtime.gpu.mixture import DeviceMixture
 from megatron_runtime.gpu.step_buffers import DeviceStep
 from megatron_runtime.layers.rotary import inverse_frequencies
 from megatron_runtime.models.config import ModelConfig
@@ -55,6 +56,7 @@ class KernelDecoder:
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._kernels = kernels
         self._weights = _on_device(weights, device)
+        self._mlps = [_mlp_on_device(layer, device) for layer in weights.layers]
         frequencies_F = inverse_frequencies(
             head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
         )
@@ -79,9 +81,10 @@ class KernelDecoder:
         cos_sin_T2F = self._cos_sin_S2F.index_select(0, step.positions_T)
         cos_TF, sin_TF = cos_sin_T2F[:, :half], cos_sin_T2F[:, half:]
         added_TD: torch.Tensor | None = None
-        for number, layer, cache_PXE in zip(self._layer_numbers, weights.layers, cache_LPXE, strict=True):
+        for number, layer, mlp, cache_PXE in zip(
+            self._layer_numbers, weights.layers, self._mlps, cache_LPXE, strict=True
+        ):
             self._collectives.begin_layer(number)
-            assert isinstance(layer.mlp, FeedForward), "mixtures are refused"
             normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
             qkv_TQ = layer.qkv_QD(normed_TD)
             if layer.qkv_bias_Q is not None:
@@ -102,8 +105,7 @@ class KernelDecoder:
             out_TH = self._attend(q_THC, cache_PXE, step).flatten(1)
             added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
             normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
-            gated_TF = kernels.swiglu(layer.mlp.gate_up_FD(normed_TD))
-            added_TD = self._collectives.all_reduce(layer.mlp.down_DF(gated_TF))
+            added_TD = self._feed_forward(mlp, normed_TD)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
@@ -150,6 +152,13 @@ class KernelDecoder:
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _feed_forward(self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor) -> torch.Tensor:
+        if isinstance(mlp, FeedForward):
+            return self._collectives.all_reduce(mlp.down_DF(self._kernels.swiglu(mlp.gate_up_FD(x_TD))))
+        assert self.config.moe is not None
+        y_AD = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
+        return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
+
     def _norm(self, added_TD: torch.Tensor | None, residual_TD: torch.Tensor, weight_D: torch.Tensor) -> torch.Tensor:
         """Adds to the residual in place."""
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
@@ -157,7 +166,6 @@ class KernelDecoder:
 
 def _require_known_traits(config: ModelConfig) -> None:
     unknown = {
-        "a mixture of experts": config.moe is not None,
         "a sliding window": config.sliding is not None,
         "norms of outputs": config.output_norms,
         "scaled embeddings": config.embedding_scale != 1.0,
@@ -167,7 +175,7 @@ def _require_known_traits(config: ModelConfig) -> None:
     if found:
         raise UnsupportedTraitError(
             f"models of family {config.family!r} have {', '.join(found)}, which run on a processor only: "
-            "use --device cpu, or a dense Llama or Qwen"
+            "use --device cpu, or a Llama, Mixtral or Qwen without them"
         )
 
 
@@ -175,6 +183,11 @@ def _on_device(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
     """With all plain tensors there. What made the matrices put them where they belong."""
     layers = tuple(_moved(layer, device) for layer in weights.layers)
     return replace(_moved(weights, device), layers=layers)
+
+
+def _mlp_on_device(layer: LayerWeights, device: torch.device) -> FeedForward | DeviceMixture:
+    mlp = layer.mlp
+    return mlp if isinstance(mlp, FeedForward) else DeviceMixture(mlp, device)
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:

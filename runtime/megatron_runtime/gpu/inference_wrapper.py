@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from megatron_runtime.engines.executor import Int32, Int64, StepPlan
-from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput, graph_sizes
+from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput, graph_size, graph_sizes
 from megatron_runtime.gpu.decoder import KernelDecoder
 from megatron_runtime.gpu.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import LOGIT_ROWS
@@ -66,24 +66,28 @@ class DeviceInferenceWrapper:
     def __init__(self, model: KernelDecoder, buffers: StepBuffers, *, graph_rows: int) -> None:
         self.model = model
         self._buffers = buffers
-        self._graph_rows = graph_rows
+        self._graph_sizes = graph_sizes(graph_rows)
         self._graphs: DecodeGraphs | None = None
         self._captured_with: int | None = None
 
     @torch.inference_mode()
     def run_one_forward_step(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> DeviceForwardStep:
         """Compute the plan's tokens; their keys and values go into the cache."""
-        rows = len(plan.query_lengths)
-        is_graphed = rows <= self._graph_rows and bool((plan.query_lengths == 1).all())
-        is_graphed = is_graphed and not plan.sampling.prompt_targets
-        if is_graphed:
-            graphs = self._graphs_of(cache_LPXE)
-            size = graphs.size_of(rows)
-            staged = self._buffers.stage(plan, decode_size=size)
-            output = graphs.replay(size)
-        else:
-            staged = self._buffers.stage(plan)
+        return self.run(plan, cache_LPXE, size=self.graph_size(plan, len(plan.query_lengths)))
+
+    def graph_size(self, plan: StepPlan, rows: int) -> int | None:
+        """The size of the graph for `rows` of the plan; None where it has none, as it holds more than decodes."""
+        is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
+        return graph_size(rows, self._graph_sizes) if is_decodes else None
+
+    @torch.inference_mode()
+    def run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> DeviceForwardStep:
+        """size: of the graph to replay, at least the plan's rows; None runs it launch by launch."""
+        staged = self._buffers.stage(plan, decode_size=size)
+        if size is None:
             output = self._compute(staged, cache_LPXE)
+        else:
+            output = self._graphs_of(cache_LPXE).replay(size)
         return self._forward_step(plan, staged, output)
 
     @torch.inference_mode()
@@ -105,9 +109,7 @@ class DeviceInferenceWrapper:
 
     def _graphs_of(self, cache_LPXE: torch.Tensor) -> DecodeGraphs:
         if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
-            self._graphs = DecodeGraphs(
-                lambda size: self._decode(size, cache_LPXE), sizes=graph_sizes(self._graph_rows)
-            )
+            self._graphs = DecodeGraphs(lambda size: self._decode(size, cache_LPXE))
             self._captured_with = cache_LPXE.data_ptr()
         return self._graphs
 

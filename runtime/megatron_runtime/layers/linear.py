@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 import torch
@@ -57,6 +58,9 @@ class LinearFactory(Protocol):
 
     def linear(self, weight_NK: Weight) -> Linear: ...
 
+    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        """`count` matrices of one shape, which a device may want to lie in one tensor: of the experts of a layer."""
+
     def embedding(self, weight_VD: Weight) -> Embedding: ...
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
@@ -74,6 +78,9 @@ class DenseLinears:
     def linear(self, weight_NK: Weight) -> Linear:
         assert isinstance(weight_NK, torch.Tensor), "quantized_kinds is empty"
         return Linear(weight_NK)
+
+    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return Embedding(weight_VD, self.dtype)

@@ -49,5 +49,14 @@ def num_parameters(config: ModelConfig) -> int:
     return sum(map(prod, tensor_shapes(config).values()))
 
 
+def num_expert_parameters(config: ModelConfig) -> int:
+    """Values of the experts alone, which expert ranks share."""
+    moe = config.moe
+    if moe is None:
+        return 0
+    mixtures = sum(config.is_mixture(layer) for layer in range(config.num_layers))
+    return mixtures * moe.num_experts * 3 * config.hidden_size * moe.intermediate_size
+
+
 def _feed_forward(prefix: str, hidden: int, size: int) -> dict[str, Shape]:
     return {f"{prefix}gate": (size, hidden), f"{prefix}up": (size, hidden), f"{prefix}down": (hidden, size)}

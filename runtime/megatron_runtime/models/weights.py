@@ -22,6 +22,8 @@ from megatron_runtime.models.tensors import tensor_shapes
 from megatron_runtime.parallel.shard import IndivisibleError, Shard
 
 Part = tuple[slice, ...]
+Parts = list[tuple[str, Part]]
+"""Parts of tensors by their names, whose rows make one matrix."""
 
 _PIECE = 1 << 20
 """Values that are read at once: their bytes stay in the processor's cache while they are decoded and copied."""
@@ -150,30 +152,38 @@ class _Loader:
         held = self.shard.experts(moe.num_experts)
         # The router decides which way tokens go: its few values are kept as they are.
         router = DenseLinears(self.dtype).linear(self._dense(f"{at}router", ()))
-        experts = tuple(self._feed_forward(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held)
+        parts = [self._feed_forward_parts(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held]
+        gate_up = self.linears.several((self._weight(part) for part, _ in parts), count=len(held))
+        down = self.linears.several((self._weight(part) for _, part in parts), count=len(held))
+        experts = tuple(FeedForward(gate_up_FD=one, down_DF=other) for one, other in zip(gate_up, down, strict=True))
         return ExpertWeights(router_XD=router, experts=experts, first=held.start)
 
     def _feed_forward(self, at: str, size: int) -> FeedForward:
+        gate_up, down = self._feed_forward_parts(at, size)
+        return FeedForward(gate_up_FD=self._linear(gate_up), down_DF=self._linear(down))
+
+    def _feed_forward_parts(self, at: str, size: int) -> tuple[Parts, Parts]:
+        """Of gate and up, and of down."""
         part = _slice(self.shard.feed_forward(size))
-        return FeedForward(
-            gate_up_FD=self._linear([(f"{at}gate", (part,)), (f"{at}up", (part,))]),
-            down_DF=self._linear([(f"{at}down", (slice(None), part))]),
-        )
+        return [(f"{at}gate", (part,)), (f"{at}up", (part,))], [(f"{at}down", (slice(None), part))]
 
     def _norm(self, name: str) -> torch.Tensor:
         weight_D = self._dense(name, ())
         offset = self.config.norm_weight_offset
         return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
 
-    def _linear(self, parts: list[tuple[str, Part]]) -> Linear:
-        """Of the rows of several tensors."""
+    def _linear(self, parts: Parts) -> Linear:
+        return self.linears.linear(self._weight(parts))
+
+    def _weight(self, parts: Parts) -> Weight:
+        """The rows of several tensors as one matrix."""
         kept = [self._blocks(name, part) for name, part in parts]
         blocks = [one for one in kept if one is not None]
         if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1:
-            return self.linears.linear(blocks[0] if len(blocks) == 1 else concatenate(blocks))
-        return self.linears.linear(self._fused(parts))
+            return blocks[0] if len(blocks) == 1 else concatenate(blocks)
+        return self._fused(parts)
 
-    def _fused(self, parts: list[tuple[str, Part]]) -> torch.Tensor:
+    def _fused(self, parts: Parts) -> torch.Tensor:
         shapes = [self._part_shape(name, part) for name, part in parts]
         weight_NK = torch.empty(sum(rows for rows, _ in shapes), shapes[0][1], dtype=self.dtype)
         for target, (name, part) in zip(weight_NK.split([rows for rows, _ in shapes]), parts, strict=True):

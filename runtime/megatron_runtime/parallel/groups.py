@@ -96,6 +96,8 @@ class Groups:
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        # A mark for each block of a prompt's log-probabilities: how many there are, a step's work does not tell.
+        self.progress.reach("logits")
         if self._tensor is None:
             return logits_NW
         width = self.shard.vocabulary_width(vocab_size)

@@ -15,11 +15,11 @@ from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
 from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS, InterpreterWatch
-from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, Kind
+from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, STEPS, Kind
 from megatron_runtime.parallel.plan_codec import pack, unpack
-from megatron_runtime.parallel.standstill import Standstill, behind
+from megatron_runtime.parallel.standstill import STANDSTILL_SECONDS, Standstill, behind
 from megatron_runtime.parallel.step_progress import Report
-from megatron_runtime.parallel.step_watch import StepWatch
+from megatron_runtime.parallel.step_watch import WARM_UP_SECONDS, StepWatch
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ class LeaderChannel:
             with self._changed:
                 if missing:
                     self._pending[number] = _Pending(missing, is_long=kind is Kind.LONG_COMMAND)
-                if kind is Kind.STEP:
+                if kind in STEPS:
                     self._last_step = number
             if kind is Kind.LONG_COMMAND:
                 self._beat_interpreter()
@@ -301,7 +301,8 @@ class LeaderChannel:
         with self._changed:
             if cause is not None:
                 self._lose(0, cause)
-            stands = self._standstill.look(self._last_step, self._reports(), now=time.monotonic())
+            patience = WARM_UP_SECONDS if self._watch.is_setting_up else STANDSTILL_SECONDS
+            stands = self._standstill.look(self._last_step, self._reports(), now=time.monotonic(), patience=patience)
             if stands is not None:
                 self._lose(*stands)
             if self.failure is not None:

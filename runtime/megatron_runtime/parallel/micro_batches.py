@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -61,8 +62,13 @@ def expert_of_rows(plan: StepPlan, expert_size: int) -> Rows:
     """
     if expert_size == 1:
         return np.zeros(len(plan.query_lengths), dtype=np.int64)
-    first = plan.block_tables[:, 0].astype(np.uint64)
-    return ((first * np.uint64(_SPREAD) % np.uint64(1 << 32)) >> np.uint64(16)).astype(np.int64) % expert_size
+    return expert_of_pages(plan.block_tables[:, 0], expert_size)
+
+
+def expert_of_pages(pages: npt.NDArray[np.integer[Any]], expert_size: int) -> Rows:
+    """The expert rank of rows whose first pages these are."""
+    spread = pages.astype(np.uint64) * np.uint64(_SPREAD) % np.uint64(1 << 32)
+    return (spread >> np.uint64(16)).astype(np.int64) % expert_size
 
 
 def take(plan: StepPlan, rows: Rows) -> StepPlan:

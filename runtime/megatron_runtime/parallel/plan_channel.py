@@ -24,8 +24,10 @@ DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE
 
 
 class Kind(IntEnum):
-    """From rank 0: STEP, COMMAND, LONG_COMMAND, END, BEAT, WELCOME. To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+    """From rank 0: STEP, WARM_UP, COMMAND, LONG_COMMAND, END, BEAT, WELCOME.
+    To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
 
+    WARM_UP: a step of no request, of which nobody knows yet how long it takes.
     LONG_COMMAND: an interpreter may show no sign of life until it is done.
     """
 
@@ -39,6 +41,10 @@ class Kind(IntEnum):
     FAILED = 8
     LEAVE = 9
     LONG_COMMAND = 10
+    WARM_UP = 11
+
+
+STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,9 +34,11 @@ class Standstill:
         self._seen: dict[int, Report] = {}
         self._seconds = self._looked = 0.0
 
-    def look(self, order: int, reports: Mapping[int, Report], *, now: float) -> tuple[int, str] | None:
-        """The rank whose fault it seems to be that no rank gets on in `order`, the last step that was ordered, and what
-        is seen. `now` in seconds.
+    def look(
+        self, order: int, reports: Mapping[int, Report], *, now: float, patience: float = STANDSTILL_SECONDS
+    ) -> tuple[int, str] | None:
+        """The rank whose fault it seems to be that no rank gets on in `order`, the last step that was ordered, for
+        `patience` seconds, and what is seen. `now` in seconds.
         """
         passed, self._looked = min(now - self._looked, MOST_SECONDS), now
         late = {rank: report for rank, report in reports.items() if report.done < order}
@@ -44,7 +46,7 @@ class Standstill:
             self._seen, self._seconds = dict(reports), 0.0
             return None
         self._seconds += passed
-        if self._seconds < STANDSTILL_SECONDS:
+        if self._seconds < patience:
             return None
         places = "; ".join(f"rank {rank} is in {report.place}" for rank, report in sorted(late.items()))
         return behind(order, late), f"no rank has got on for {self._seconds:.1f} s, all wait for each other: {places}"

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
 
-_STEPS_REMEMBERED = 32
+_STEPS_REMEMBERED = 8
+"""Of each size."""
 
 
 class Phase(IntEnum):
@@ -48,6 +49,34 @@ class Report:
         return cls(done, signs, exchanges, Phase(phase), place)
 
 
+class _Paces:
+    """The longest that a place in a step has taken, in the last steps of each size: sizes differ by a factor of two.
+
+    Written and read by different threads: what is read is copied in one go.
+    """
+
+    def __init__(self) -> None:
+        self._of_sizes: dict[tuple[str, int], deque[tuple[float, float]]] = {}
+
+    def note(self, place: str, *, work: float, seconds: float) -> None:
+        of_size = self._of_sizes.setdefault((place, int(work).bit_length()), deque(maxlen=_STEPS_REMEMBERED))
+        of_size.append((work, seconds))
+
+    def expected(self, place: str, work: float) -> float | None:
+        """The longest that `place` may take: in proportion to steps of this size or the next smaller ones, as long as
+        the next larger ones where there are none. None where it has not been seen.
+        """
+        sizes = sorted(size for seen, size in tuple(self._of_sizes) if seen == place)
+        if not sizes:
+            return None
+        size = int(work).bit_length()
+        nearest = max((one for one in sizes if one <= size), default=sizes[0])
+        found = tuple(self._of_sizes[place, nearest])
+        if nearest > size:
+            return max(seconds for _, seconds in found)
+        return max(seconds / of_work for of_work, seconds in found) * work
+
+
 class StepProgress:
     """Methods up to end() are called by the thread that runs steps. A mark costs a microsecond; a layer has a few.
 
@@ -56,6 +85,7 @@ class StepProgress:
     marked_at: time.monotonic() of the last mark.
     thread_id: of the thread that runs steps, as the operating system counts.
     work:      of the micro-batch under way, in tokens, or what costs as much.
+    is_warm_up: of the last step that began: its places may take far longer than those of the steps to come.
     """
 
     def __init__(self) -> None:
@@ -66,24 +96,27 @@ class StepProgress:
         self.phase = Phase.IDLE
         self.thread_id: int | None = None
         self.work = 0.0
+        self.is_warm_up = False
         self._what: tuple[str, int | None] = ("", None)
         self._order = 0
-        self._slowest = 0.0
-        self._paces: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._slowest: dict[str, float] = {}
+        self._paces = _Paces()
 
-    def begin(self, order: int) -> None:
+    def begin(self, order: int, *, is_warm_up: bool = False) -> None:
         """The step of this order begins, on the calling thread."""
         self.thread_id = threading.get_native_id()
+        self.is_warm_up = is_warm_up
         self._order = order
-        self._slowest = 0.0
+        self._slowest = {}
         self.marked_at = time.monotonic()
         self.phase = Phase.COMPUTING
         self._mark("the begin", None)
 
     def begin_batch(self, work: float) -> None:
         """A micro-batch of so much work begins."""
-        self.work = max(1.0, work)
         self._mark("the input", None)
+        self._note_paces()
+        self.work = max(1.0, work)
 
     def reach(self, what: str, number: int | None = None) -> None:
         """What comes now, such as a layer and its number."""
@@ -106,8 +139,7 @@ class StepProgress:
         if self.phase is not Phase.IDLE:
             self._mark("the end", None)
             self.phase = Phase.IDLE
-            if self.work:
-                self._paces.append(self._slowest / self.work)
+            self._note_paces()
 
     def place(self) -> str:
         """In words."""
@@ -120,13 +152,22 @@ class StepProgress:
         return f"{where} of step {self._order}"
 
     def expected_seconds(self) -> float | None:
-        """The longest that this rank may take from one mark to the next, going by the last steps. None before any."""
-        paces = tuple(self._paces)
-        return max(paces) * self.work if paces else None
+        """The longest that this rank may take from one mark to the next where it is, going by the last steps. None
+        where it has not been in any.
+        """
+        return self._paces.expected(self._what[0], self.work)
+
+    def _note_paces(self) -> None:
+        """Of the micro-batch that has ended."""
+        if self.work:
+            for what, seconds in self._slowest.items():
+                self._paces.note(what, work=self.work, seconds=seconds)
+        self._slowest = {}
 
     def _mark(self, what: str, number: int | None) -> None:
         now = time.monotonic()
-        self._slowest = max(self._slowest, now - self.marked_at)
+        place = self._what[0]
+        self._slowest[place] = max(self._slowest.get(place, 0.0), now - self.marked_at)
         self.marked_at = now
         self._what = what, number
         self.marks += 1

@@ -5,6 +5,7 @@ is
  - blocked, if the thread has hardly used the processor and did not wait for it or for a disk: it will not come back;
  - looping, if it has used many times the processor time that it should have by its pace in the steps before;
  - else merely slow: a large prompt on a slow processor, or one that many share. That may last for the step timeout.
+   A warm-up, before which there is no pace, may take longer.
 A thread in an exchange waits for others: rank 0 judges that, by the reports of all. What the network carries is a sign
 that an exchange gets on.
 """
@@ -20,6 +21,8 @@ from pathlib import Path
 from megatron_runtime.parallel.step_progress import Phase, Report, StepProgress
 
 STUCK_SECONDS = 3.0
+WARM_UP_SECONDS = 300.0
+"""That a part of a warm-up may take: kernels are compiled, and pages of weights read for the first time."""
 LOOKS = 4
 """Fewer tell nothing: the process has hardly run."""
 TIMES_EXPECTED = 8.0
@@ -33,7 +36,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 class StepWatch:
     """progress: of this process. step_timeout_seconds: no part of a step may take longer.
 
-    compiles: kernels are compiled as steps first need them, by processes that the first step waits for.
+    compiles: kernels are compiled as steps first need them, by processes that a warm-up waits for.
     """
 
     def __init__(self, progress: StepProgress, *, step_timeout_seconds: float, compiles: bool = False) -> None:
@@ -45,6 +48,11 @@ class StepWatch:
         self._looks = self._busy_looks = 0
         self._extra_signs = 0
         self._traffic = 0
+
+    @property
+    def is_setting_up(self) -> bool:
+        """Kernels are compiled and ranks of GPUs connected: nothing may be seen of this rank for long."""
+        return self._compiles and self.progress.is_warm_up
 
     def report(self) -> Report:
         progress = self.progress
@@ -72,14 +80,14 @@ class StepWatch:
     def _judge(self, elapsed: float, used: float) -> str | None:
         if elapsed < STUCK_SECONDS or self._looks < LOOKS:
             return None
-        expected = self.progress.expected_seconds()
+        is_warm_up = self.progress.is_warm_up
+        expected = None if is_warm_up else self.progress.expected_seconds()
         is_blocked = used < IDLE_SHARE * elapsed and self._busy_looks < self._looks / 2
-        is_blocked = is_blocked and not (self._compiles and expected is None)
-        if is_blocked:
+        if is_blocked and not self.is_setting_up:
             how = "blocked"
         elif expected is not None and used > max(STUCK_SECONDS, TIMES_EXPECTED * expected):
             how = f"computing, which took less than {expected:.2g} s before"
-        elif elapsed > self._step_timeout:
+        elif elapsed > (max(WARM_UP_SECONDS, self._step_timeout) if is_warm_up else self._step_timeout):
             how = "computing"
         else:
             return None

@@ -12,9 +12,10 @@ import torch
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_kernels.registry import Backend, KernelConfig, select_kernels
 from megatron_runtime.engines.executor import StepPlan
-from megatron_runtime.gpu.decode_graphs import graph_sizes
+from megatron_runtime.gpu.decode_graphs import graph_size, graph_sizes
 from megatron_runtime.gpu.decoder import KernelDecoder, UnsupportedTraitError
 from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
+from megatron_runtime.gpu.linears import DeviceLinears
 from megatron_runtime.gpu.step_buffers import StepBuffers
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
@@ -37,12 +38,16 @@ LLAMA = replace(
 )
 QWEN = replace(LLAMA, family="qwen3", qk_norm=True)
 BIASED = replace(LLAMA, family="qwen2", qkv_bias=True)
+EXPERTS = MoEConfig(num_experts=5, experts_per_token=2, intermediate_size=24, normalize=True)
+MIXTRAL = replace(LLAMA, family="mixtral", moe=EXPERTS)
+QWEN_MOE = replace(QWEN, family="qwen3_moe", moe=replace(EXPERTS, normalize=False, dense_layers=(0,)))
 TABLES = np.array([[4, 1, 7], [2, 6, 0], [3, 5, 0]], dtype=np.int32)
 """Pages of three sequences."""
 
 
 def random_weights(config: ModelConfig) -> DecoderWeights:
-    return load_weights(RandomCheckpoint(config, torch.float32, CPU), torch.float32)
+    linears = DeviceLinears(torch.float32, CPU)
+    return load_weights(RandomCheckpoint(config, torch.float32, CPU), torch.float32, linears=linears)
 
 
 def plan_of(cached: list[int], new: list[int], *, step: int, targets: tuple[int, ...] = ()) -> StepPlan:
@@ -83,8 +88,18 @@ STEPS = (
 
 
 @pytest.mark.parametrize(
-    ("config", "backend"), [(LLAMA, Backend.TORCH), (BIASED, Backend.TORCH), (QWEN, Backend.TRITON)]
+    ("config", "backend"),
+    [
+        (LLAMA, Backend.TORCH),
+        (BIASED, Backend.TORCH),
+        (QWEN, Backend.TRITON),
+        (MIXTRAL, Backend.TRITON),
+        (QWEN_MOE, Backend.TORCH),
+    ],
+    ids=lambda value: value.family if isinstance(value, ModelConfig) else value,
 )
+# What becomes of places of experts that nobody wrote is not read.
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_every_kind_of_step(config, backend):
     weights = random_weights(config)
     kernels = select_kernels(KernelConfig(**dict.fromkeys(KernelConfig.__dataclass_fields__, backend)), CPU)
@@ -107,12 +122,13 @@ def test_every_kind_of_step(config, backend):
                 np.testing.assert_allclose(our_lines[row].chosen_N, their_lines[row].chosen_N, rtol=1e-3, atol=1e-3)
 
 
-def test_padding_changes_nothing():
+@pytest.mark.parametrize("config", [LLAMA, MIXTRAL], ids=lambda config: config.family)
+def test_padding_changes_nothing(config):
     """A step of decodes padded to a graph's size has the same tokens, and writes only its own slots."""
     kernels = select_kernels(KernelConfig(), CPU)
     buffers = StepBuffers(max_tokens=64, max_rows=8, max_pages=3, device=CPU)
-    model = KernelDecoder(LLAMA, random_weights(LLAMA), kernels, device=CPU, max_length=48)
-    shape = (LLAMA.num_layers, 8, PAGE, 2 * LLAMA.num_kv_heads * LLAMA.head_dim)
+    model = KernelDecoder(config, random_weights(config), kernels, device=CPU, max_length=48)
+    shape = (config.num_layers, 8, PAGE, 2 * config.num_kv_heads * config.head_dim)
     plan, found = STEPS[1], []
     for size in (None, 8):
         cache = torch.zeros(shape)
@@ -128,7 +144,6 @@ def test_padding_changes_nothing():
 @pytest.mark.parametrize(
     ("trait", "name"),
     [
-        ({"moe": MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize=True)}, "mixture"),
         ({"sliding": SlidingWindow(window=8, is_local=(True, False))}, "sliding window"),
         ({"output_norms": True, "activation": "gelu_tanh"}, "gelu_tanh"),
     ],
@@ -145,8 +160,11 @@ def test_graphs_cover_every_batch_with_little_padding(rows):
     assert sizes[-1] == rows
     assert list(sizes) == sorted(set(sizes))
     for batch in range(1, rows + 1):
-        padded = min(size for size in sizes if size >= batch)
-        assert padded - batch <= max(8, batch / 8 + 1)
+        padded = graph_size(batch, sizes)
+        assert padded in sizes
+        assert 0 <= padded - batch <= max(8, batch / 8 + 1)
+    assert graph_size(rows + 1, sizes) is None
+    assert graph_size(1, graph_sizes(0)) is None
 
 
 def _no_tokenizer():

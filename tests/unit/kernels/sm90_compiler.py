@@ -56,9 +56,11 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 
 def call_every_kernel() -> None:
-    """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens."""
+    """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens;
+    experts as in a Qwen3 of 30B."""
     from megatron_kernels import (
         add_rms_norm_triton,
+        moe_experts_triton,
         moe_routing_triton,
         paged_decode_triton,
         paged_prefill_triton,
@@ -70,6 +72,7 @@ def call_every_kernel() -> None:
 
     bf16, int32 = torch.bfloat16, torch.int32
     norm = torch.zeros(128, dtype=bf16)
+    expert_gate_up, expert_down = torch.zeros(2, 2 * 768, 4096, dtype=bf16), torch.zeros(2, 4096, 768, dtype=bf16)
     # One, an odd number and a multiple of 16: what Triton compiles apart unless told not to.
     for count in (1, 3, 16):
         hidden = torch.zeros(count, 4096, dtype=bf16)
@@ -102,7 +105,11 @@ def call_every_kernel() -> None:
             seeds_N=integers,
             positions_N=integers,
         )
-        moe_routing_triton.moe_routing(torch.zeros(count, 128, dtype=bf16), top_k=8, alignment=16)
+        for alignment in (16, 64):
+            routing = moe_routing_triton.moe_routing(torch.zeros(count, 128, dtype=bf16), top_k=8, alignment=alignment)
+            moe_experts_triton.moe_experts(
+                hidden, expert_gate_up, expert_down, routing, first=count, alignment=alignment
+            )
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ VARIANTS = {
     "_add_rms_norm": 2,
     "_choose": 1,
     "_decode_part": 2,
+    "_expert_product": 4,
     "_norm_rope_append": 2,
     "_place": 1,
     "_prefill_block": 1,
@@ -25,7 +26,8 @@ VARIANTS = {
     "_sum_blocks": 1,
     "_swiglu": 1,
 }
-"""Kernels and how often each is compiled: with and without an addition, parts or norms, but once for all batches."""
+"""Kernels and how often each is compiled: with and without an addition, parts or norms, to places and to pairs in
+tiles for few and for many tokens, but once for all batches."""
 
 
 @pytest.fixture(scope="module")

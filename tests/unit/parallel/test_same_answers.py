@@ -74,14 +74,18 @@ def test_ranks_answer_as_one(
     assert len(found[1]["prompt_log_probs"]) == 39
 
 
-@pytest.mark.parametrize(("tensor", "pipeline"), [(3, 1), (2, 2)], ids=["TP 3", "TP 2 x PP 2"])
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "kernels"),
+    [(3, 1, 1, True), (2, 2, 1, True), (1, 1, 2, "graphs"), (2, 1, 2, "graphs"), (1, 2, 2, True), (2, 1, 1, "graphs")],
+    ids=["TP 3", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2", "PP 2 x EP 2", "TP 2 of experts"],
+)
 def test_ranks_that_run_as_on_gpus_answer_as_one(
-    start, llama: Callable[..., str], *, tensor: int, pipeline: int
+    start, llama: Callable[..., str], mixtral: str, *, tensor: int, pipeline: int, expert: int, kernels: bool | str
 ) -> None:
-    """All but NCCL, graphs and the kernels themselves."""
-    model = llama(9, 3) if tensor == 3 else llama(4, 2)
+    """All but NCCL, graphs and the kernels themselves: steps are padded as for graphs, and run launch by launch."""
+    model = llama(9, 3) if tensor == 3 else llama(4, 2) if expert == 1 and pipeline > 1 else mixtral
     told = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
-    engine = start({**told, "tensor": tensor, "pipeline": pipeline, "expert": 1, "kernels": True})
+    engine = start({**told, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
     expected, found = alone(model, told), engine.told()
-    assert engine.exit_codes() == [0] * (tensor * pipeline)
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
@@ -89,6 +90,9 @@ class NativeLinears:
         if fits(*weight_NK.shape):
             return NativeLinear(pack(weight_NK, self._format))
         return self._dense.linear(_dense(weight_NK))
+
+    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        return tuple(map(self.linear, weights))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return (

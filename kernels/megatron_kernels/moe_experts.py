@@ -1,0 +1,53 @@
+"""The experts of a mixture: each pair of a token and a chosen expert through the expert's gated feed-forward, the
+results weighed and added up by token.
+
+Shapes: T tokens, D hidden, N experts of the model, X of them here, F feed-forward width of an expert, G = 2 F (gate and
+        up), J chosen experts of a token, R places in the order of `moe_routing`.
+Types:  float32, bfloat16, float16 alike for x and weights. Products accumulate in float32; the hidden layer before and
+        after SwiGLU, the weighed result of a pair, and the sum are rounded once each.
+Bound:  at decode memory; bytes = (U (G D + D F) + 2 T D) s, U experts that are chosen at all: each is read once.
+        With many tokens compute; FLOPs = 2 P (G D + D F) for P pairs.
+Source: one grouped product over tokens sorted by expert, as in MegaBlocks (Gale et al. 2022, arXiv:2211.15841).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from megatron_kernels.moe_routing import Routing
+from megatron_kernels.swiglu import swiglu
+
+
+def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
+    """experts: that are chosen at all."""
+    return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
+
+
+def flops(pairs: int, *, hidden: int, width: int) -> int:
+    return 6 * pairs * hidden * width
+
+
+def moe_experts(
+    x_TD: torch.Tensor,
+    gate_up_XGD: torch.Tensor,
+    down_XDF: torch.Tensor,
+    routing: Routing,
+    *,
+    first: int = 0,
+    alignment: int,
+) -> torch.Tensor:
+    """Return y_TD, the weighed sum of what a token's chosen experts give; experts that are not here give nothing.
+
+    first:     number of the first expert that is here, of those that `routing` counts.
+    alignment: the one that `routing` was made with: a tile of the product has so many places.
+    """
+    pairs_TJD = x_TD.new_zeros(*routing.experts_TJ.shape, x_TD.shape[1])
+    for number, (gate_up_GD, down_DF) in enumerate(zip(gate_up_XGD, down_XDF, strict=True), first):
+        tokens_S, choices_S = (routing.experts_TJ == number).nonzero(as_tuple=True)
+        if not len(tokens_S):
+            continue
+        gate_up_SG = F.linear(x_TD[tokens_S].float(), gate_up_GD.float()).to(x_TD.dtype)
+        y_SD = F.linear(swiglu(gate_up_SG).float(), down_DF.float())
+        pairs_TJD[tokens_S, choices_S] = (y_SD * routing.weights_TJ[tokens_S, choices_S][:, None]).to(x_TD.dtype)
+    return pairs_TJD.sum(dim=1)

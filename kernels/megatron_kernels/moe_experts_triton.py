@@ -1,0 +1,151 @@
+"""The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
+
+A program of a product is a tile of places, which are all of one expert, by a tile of columns of that expert's matrix.
+Which expert, it finds on the device by bisection; there are as many programs as the order has room for tiles, whatever
+the tokens chose, so that the launches can be captured. Nothing is added up by several programs: the first product
+writes to places, the second to pairs, and a token's pairs are summed in the order of its choices.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from megatron_kernels.attention_tile_triton import WIDEN_PRODUCTS
+from megatron_kernels.moe_routing import Routing
+from megatron_kernels.swiglu_triton import swiglu
+from megatron_kernels.tuning import expert_tile
+
+
+@triton.jit
+def _find_expert(starts, place, num_experts):
+    """The last expert whose part does not begin after `place`: parts of experts that nobody chose are empty."""
+    low, high = 0, num_experts
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(starts + middle) <= place:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+@triton.jit(do_not_specialize=["first_expert"])
+def _expert_product(
+    x,
+    matrices,
+    order,
+    starts,
+    weights,
+    out,
+    first_expert,
+    num_held,
+    num_experts,
+    columns,
+    depth,
+    stride_x,
+    TOP_K: tl.constexpr,
+    TO_PAIRS: tl.constexpr,
+    PLACES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    WIDEN: tl.constexpr,
+):
+    """Rows of x are tokens and rows of out places; TO_PAIRS: rows of x are places and rows of out pairs, weighed."""
+    start = tl.program_id(0) * PLACES
+    if start >= tl.load(starts + num_experts):
+        return
+    expert = _find_expert(starts, start, num_experts) - first_expert
+    if (expert < 0) | (expert >= num_held):
+        return
+    places = start + tl.arange(0, PLACES)
+    pairs = tl.load(order + places)
+    inside = pairs >= 0
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    column_inside = column < columns
+    rows = (places if TO_PAIRS else pairs // TOP_K).to(tl.int64)
+    x_at = x + rows[:, None] * stride_x
+    matrix_at = matrices + (expert.to(tl.int64) * columns + column)[None, :] * depth
+    sums = tl.zeros((PLACES, COLUMNS), tl.float32)
+    for begin in range(0, depth, DEPTH):
+        k = begin + tl.arange(0, DEPTH)
+        k_inside = k < depth
+        left = tl.load(x_at + k[None, :], mask=inside[:, None] & k_inside[None, :], other=0.0)
+        right = tl.load(matrix_at + k[:, None], mask=k_inside[:, None] & column_inside[None, :], other=0.0)
+        if WIDEN:
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
+        sums += tl.dot(left, right, input_precision="ieee")
+    if TO_PAIRS:
+        sums *= tl.load(weights + pairs, mask=inside, other=0.0)[:, None]
+    out_rows = (pairs if TO_PAIRS else places).to(tl.int64)
+    out_at = out + out_rows[:, None] * columns + column[None, :]
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=inside[:, None] & column_inside[None, :])
+
+
+def moe_experts(
+    x_TD: torch.Tensor,
+    gate_up_XGD: torch.Tensor,
+    down_XDF: torch.Tensor,
+    routing: Routing,
+    *,
+    first: int = 0,
+    alignment: int,
+) -> torch.Tensor:
+    """As the reference.
+
+    Raises:
+        ValueError: matrices that are not contiguous, or an alignment that is no tile of a product.
+    """
+    if not (gate_up_XGD.is_contiguous() and down_XDF.is_contiguous()):
+        raise ValueError("the experts' matrices must be contiguous: stack them")
+    if alignment < 16 or alignment & (alignment - 1):
+        raise ValueError(f"alignment={alignment}: must be a power of 2 from 16 on, a tile of the product")
+    (tokens, top_k), hidden = routing.experts_TJ.shape, x_TD.shape[1]
+    places = len(routing.order_R) // alignment * alignment
+    # Pairs of experts that are not here are nobody's to write.
+    is_whole = len(gate_up_XGD) == len(routing.counts_N)
+    pairs_PD = (x_TD.new_empty if is_whole else x_TD.new_zeros)(tokens * top_k, hidden)
+    if tokens:
+        gate_up_RG = x_TD.new_empty(places, gate_up_XGD.shape[1])
+        _product(x_TD, gate_up_XGD, routing, gate_up_RG, first=first, places=alignment, to_pairs=False)
+        # Places that nobody wrote hold anything: what becomes of them is not read.
+        _product(swiglu(gate_up_RG), down_XDF, routing, pairs_PD, first=first, places=alignment, to_pairs=True)
+    return pairs_PD.view(tokens, top_k, hidden).sum(dim=1)
+
+
+def _product(
+    x: torch.Tensor,
+    matrices: torch.Tensor,
+    routing: Routing,
+    out: torch.Tensor,
+    *,
+    first: int,
+    places: int,
+    to_pairs: bool,
+) -> None:
+    num_held, columns, depth = matrices.shape
+    tile = expert_tile(places)
+    _expert_product[(len(routing.order_R) // places, triton.cdiv(columns, tile.columns))](
+        x,
+        matrices,
+        routing.order_R,
+        routing.starts_M,
+        routing.weights_TJ,
+        out,
+        first,
+        num_held,
+        len(routing.counts_N),
+        columns,
+        depth,
+        x.stride(0),
+        TOP_K=routing.experts_TJ.shape[1],
+        TO_PAIRS=to_pairs,
+        PLACES=places,
+        COLUMNS=tile.columns,
+        DEPTH=tile.depth,
+        WIDEN=WIDEN_PRODUCTS,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+    )
