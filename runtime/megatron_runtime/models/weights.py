@@ -6,13 +6,14 @@ time, from just the part of each tensor that the rank holds.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
 
 from megatron_runtime.layers.embedding import Embedding
 from megatron_runtime.layers.linear import DenseLinears, Linear, LinearFactory, Weight
-from megatron_runtime.layers.quantized import QuantizedTensor, concatenate
+from megatron_runtime.layers.quantized import QuantizedTensor
 from megatron_runtime.loading.checkpoint import Checkpoint, UnsupportedModelError
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
@@ -35,19 +36,21 @@ def load_weights(
     *,
     shard: Shard | None = None,
     linears: LinearFactory | None = None,
+    threads: int = 1,
 ) -> DecoderWeights:
     """Read what a rank holds, each tensor once.
 
     dtype:   of the norms, the biases and dense matrices.
     shard:   the rank's part; None means all.
     linears: makes the matrices; None keeps them dense.
+    threads: that read and make matrices side by side; more than one only where checkpoint and `linears` let them.
 
     Raises UnsupportedModelError, before anything is read, naming the tensors that do not fit; IndivisibleError where
     the model cannot be divided so.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
-    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights()
+    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights(threads)
 
 
 def require_fitting(checkpoint: Checkpoint) -> None:
@@ -98,13 +101,19 @@ class _Loader:
     def config(self) -> ModelConfig:
         return self.checkpoint.config
 
-    def weights(self) -> DecoderWeights:
-        shard, config = self.shard, self.config
-        embedding, head = self._tables()
-        layers = tuple(self._layer(number) for number in shard.layers(config.num_layers))
+    def weights(self, threads: int) -> DecoderWeights:
+        shard, numbers = self.shard, self.shard.layers(self.config.num_layers)
+        if threads == 1:
+            (embedding, head), layers = self._tables(), [self._layer(number) for number in numbers]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                # The tables first: they are the largest piece of work.
+                tables = pool.submit(torch.inference_mode()(self._tables))
+                layers = list(pool.map(torch.inference_mode()(self._layer), numbers))
+                embedding, head = tables.result()
         return DecoderWeights(
             embedding=embedding,
-            layers=layers,
+            layers=tuple(layers),
             norm_D=self._norm("norm") if shard.has_head else None,
             head_WD=head,
         )
@@ -170,7 +179,7 @@ class _Loader:
         kept = [self._blocks(name, part) for name, part in parts]
         blocks = [one for one in kept if one is not None]
         if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1:
-            return self.linears.linear(blocks[0] if len(blocks) == 1 else concatenate(blocks))
+            return self.linears.linear(blocks[0]) if len(blocks) == 1 else self.linears.fused(blocks)
         return self.linears.linear(self._fused(parts))
 
     def _fused(self, parts: list[tuple[str, Part]]) -> torch.Tensor:

@@ -29,7 +29,7 @@ _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _SYMBOL = "megatron_native"
 _WORDS = 5
 _SOURCES = (
-    *("attention", "blocks", "entry", "entry_points", "ir", "lookup", "panels", "products", "records"),
+    *("attention", "blocks", "entry", "entry_points", "examine", "ir", "lookup", "panels", "products", "records"),
     *("rows", "sizes", "step", "step_attention", "sync", "tiles"),
 )
 """What the machine code is made of."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -13,8 +14,11 @@ from megatron_runtime.layers.linear import DenseLinears, Linear, Weight
 from megatron_runtime.layers.native.compiled import entry
 from megatron_runtime.layers.native.entry_points import LOOK_UP
 from megatron_runtime.layers.native.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_runtime.layers.native.panel_memory import PanelMemory
 from megatron_runtime.layers.native.records import PRODUCT
 from megatron_runtime.layers.native.team import shared_team
+from megatron_runtime.layers.native.tuning import tuning
+from megatron_runtime.layers.quantized import QuantizedTensor, concatenate
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -35,7 +39,7 @@ class NativeLinear(Linear):
         counter = np.zeros(1, dtype=np.int64)
         job = np.zeros(1, dtype=PRODUCT)
         job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
-        job["tokens"], job["width"] = count, width
+        job["tokens"], job["width"], job["pieces"] = count, width, tuning().pieces
         job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
         shared_team().run_product(job)
         return y_TN
@@ -84,15 +88,21 @@ class NativeLinears:
         self._format = format
         self.quantized_kinds = QUANTIZED_KINDS
         self._dense = DenseLinears(self.dtype)
+        self._memory = PanelMemory()
 
     def linear(self, weight_NK: Weight) -> Linear:
         if fits(*weight_NK.shape):
-            return NativeLinear(pack(weight_NK, self._format))
+            return NativeLinear(pack(weight_NK, self._format, memory=self._memory))
         return self._dense.linear(_dense(weight_NK))
+
+    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
+        if all(fits(*part.shape) for part in parts):
+            return NativeLinear(pack(parts, self._format, memory=self._memory))
+        return self.linear(concatenate(parts))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return (
-            NativeEmbedding(pack(weight_VD, self._table_format))
+            NativeEmbedding(pack(weight_VD, self._table_format, memory=self._memory))
             if fits(*weight_VD.shape)
             else self._dense.embedding(_dense(weight_VD))
         )
@@ -100,7 +110,7 @@ class NativeLinears:
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
         if not fits(*weight_VD.shape):
             return self._dense.tied(_dense(weight_VD))
-        matrix = pack(weight_VD, self._table_format)
+        matrix = pack(weight_VD, self._table_format, memory=self._memory)
         return NativeEmbedding(matrix), NativeLinear(matrix)
 
     @property
