@@ -26,7 +26,6 @@ from megatron_runtime.switches import Switch
 CELLS = {"b1": (1, 64, 25), "b8": (8, 64, 13), "prefill 512": (1, 512, 1)}
 """Sequences, tokens of each prompt, tokens generated. The first token's time is not the decode's."""
 OF_A_STEP = (
-    Switch.HUGE_PAGES,
     Switch.CACHE_IN_BFLOAT16,
     Switch.TILES,
     Switch.PREFETCH,

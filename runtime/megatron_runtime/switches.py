@@ -21,8 +21,6 @@ class Switch(StrEnum):
     NATIVE = "MEGATRON_NATIVE"
     """Packed matrices and compiled steps; off: the decoder in torch, where int8 and int4 do not run. Answers in float32
     differ where two tokens are as likely as each other, those in bfloat16 by rounding."""
-    HUGE_PAGES = "MEGATRON_HUGE_PAGES"
-    """Packed matrices lie in pages of 2 MiB; off: in pages of 4 KiB, had all at once."""
     PARALLEL_LOAD = "MEGATRON_PARALLEL_LOAD"
     """All threads read and pack weights; off: one."""
     CACHE_IN_BFLOAT16 = "MEGATRON_CACHE_IN_BFLOAT16"

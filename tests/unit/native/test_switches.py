@@ -1,6 +1,5 @@
 """Optimisations that can be switched off, and that an answer does not depend on them."""
 
-import numpy as np
 import pytest
 import torch
 from native_models import PLAIN, STEPS, Sequences, caches, native, step
@@ -9,15 +8,12 @@ from megatron_runtime.data_parallel_inference_coordinator.short_slices import as
 from megatron_runtime.layers.cpu import select_numbers
 from megatron_runtime.layers.linear import Linear
 from megatron_runtime.layers.native.compiled import is_supported
-from megatron_runtime.layers.native.packing import pack
-from megatron_runtime.layers.native.panel_memory import PanelMemory, has_huge_pages
 from megatron_runtime.layers.native.records import BFLOAT16, INT8
 from megatron_runtime.layers.native.tuning import TUNING_VARIABLE, Tuning, tuning
 from megatron_runtime.switches import InvalidSwitchError, Switch, is_on
 
 needs_native = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 OF_A_STEP = (
-    Switch.HUGE_PAGES,
     Switch.TILES,
     Switch.PREFETCH,
     Switch.PRIVATE_INPUTS,
@@ -92,28 +88,3 @@ def test_torch_can_keep_weights_as_they_were_read(monkeypatch: pytest.MonkeyPatc
 def test_the_coordinator_can_do_without_short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(Switch.SHORT_SLICES, "0")
     assert ask_for_short_slices() is False
-
-
-@pytest.mark.skipif(not has_huge_pages(), reason="the system has no pages of 2 MiB for who asks")
-def test_pieces_of_one_mapping_do_not_overlap() -> None:
-    memory = PanelMemory()
-    sizes = [100, 1 << 20, 3, 1 << 26, 5 << 20, 1 << 26]
-    pieces = [memory.take(size) for size in sizes]
-    for number, piece in enumerate(pieces):
-        assert piece.data_ptr() % 64 == 0
-        piece.fill_(number)
-    assert [len(piece) for piece in pieces] == sizes
-    assert all(bool((piece == number).all()) for number, piece in enumerate(pieces))
-
-
-@needs_native
-def test_a_system_without_huge_pages_is_found_out(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
-    policy = tmp_path / "enabled"
-    assert not has_huge_pages(policy)
-    policy.write_text("always madvise [never]\n")
-    assert not has_huge_pages(policy)
-    monkeypatch.setenv(Switch.HUGE_PAGES, "0")
-    weight = np.random.default_rng(0).standard_normal((1024, 512), dtype=np.float32)
-    small = pack(torch.from_numpy(weight), "float32")
-    monkeypatch.delenv(Switch.HUGE_PAGES)
-    assert torch.equal(pack(torch.from_numpy(weight), "float32").data, small.data)

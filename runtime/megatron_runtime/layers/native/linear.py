@@ -14,7 +14,6 @@ from megatron_runtime.layers.linear import DenseLinears, Linear, Weight
 from megatron_runtime.layers.native.compiled import entry
 from megatron_runtime.layers.native.entry_points import LOOK_UP
 from megatron_runtime.layers.native.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
-from megatron_runtime.layers.native.panel_memory import PanelMemory
 from megatron_runtime.layers.native.records import PRODUCT
 from megatron_runtime.layers.native.team import shared_team
 from megatron_runtime.layers.native.tuning import tuning
@@ -88,21 +87,20 @@ class NativeLinears:
         self._format = format
         self.quantized_kinds = QUANTIZED_KINDS
         self._dense = DenseLinears(self.dtype)
-        self._memory = PanelMemory()
 
     def linear(self, weight_NK: Weight) -> Linear:
         if fits(*weight_NK.shape):
-            return NativeLinear(pack(weight_NK, self._format, memory=self._memory))
+            return NativeLinear(pack(weight_NK, self._format))
         return self._dense.linear(_dense(weight_NK))
 
     def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
         if all(fits(*part.shape) for part in parts):
-            return NativeLinear(pack(parts, self._format, memory=self._memory))
+            return NativeLinear(pack(parts, self._format))
         return self.linear(concatenate(parts))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return (
-            NativeEmbedding(pack(weight_VD, self._table_format, memory=self._memory))
+            NativeEmbedding(pack(weight_VD, self._table_format))
             if fits(*weight_VD.shape)
             else self._dense.embedding(_dense(weight_VD))
         )
@@ -110,7 +108,7 @@ class NativeLinears:
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
         if not fits(*weight_VD.shape):
             return self._dense.tied(_dense(weight_VD))
-        matrix = pack(weight_VD, self._table_format, memory=self._memory)
+        matrix = pack(weight_VD, self._table_format)
         return NativeEmbedding(matrix), NativeLinear(matrix)
 
     @property
