@@ -8,6 +8,8 @@ import os
 import struct
 import sys
 
+from megatron_runtime.switches import Switch, is_on
+
 logger = logging.getLogger(__name__)
 
 SLICE_NANOSECONDS = 100_000
@@ -22,9 +24,11 @@ def ask_for_short_slices() -> bool:
 
     They get no more time than before. But who asks for less at a time gets it earlier: where all processors are
     busy, a message is handled after the next 0.1 ms instead of when somebody else's slice has ended. Needs no
-    privilege. Kernels before 6.12 take no notice. False where this is not Linux on x86-64 or ARM, or the kernel
-    refuses.
+    privilege. Kernels before 6.12 take no notice. False where it is switched off, this is not Linux on x86-64 or ARM,
+    or the kernel refuses.
     """
+    if not is_on(Switch.SHORT_SLICES):
+        return False
     number = _SCHED_SETATTR.get(os.uname().machine) if sys.platform == "linux" else None
     if number is None:
         return False

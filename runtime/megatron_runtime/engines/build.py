@@ -10,22 +10,20 @@ from typing import TYPE_CHECKING
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor
-from megatron_runtime.engines.executor import Executor
-from megatron_runtime.engines.faults import Faults, FaultyLink, parse_faults
-from megatron_runtime.engines.lifecycle import Ranks
-from megatron_runtime.engines.output_stage import Detokenizer
 from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.simulated_ranks import SimulatedRanks
 from megatron_runtime.parallel.identity import RankIdentity, rank_identity
 from megatron_runtime.parallel.shard import IndivisibleError
-from megatron_runtime.peer_link import PeerLink
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 if TYPE_CHECKING:
+    from megatron_runtime.engines.executor import Executor
+    from megatron_runtime.engines.faults import Faults
+    from megatron_runtime.engines.lifecycle import Ranks
+    from megatron_runtime.engines.output_stage import Detokenizer
     from megatron_runtime.engines.ranked_executor import RankedExecutor
     from megatron_runtime.engines.torch_executor import TorchExecutor
     from megatron_runtime.parallel.groups import Groups
+    from megatron_runtime.peer_link import PeerLink
     from megatron_runtime.sampling.structured_output import GrammarState
     from megatron_runtime.sampling_params import SamplingParams
     from megatron_runtime.tokenization import Tokenizer
@@ -41,14 +39,14 @@ class LoadedEngine:
     controller: its text; None when its tokens mean none.
     ranks: who acknowledges a verb beside the engine's thread; None when nobody does.
     others: the other ranks' processes, of which this one is the first; None when it is alone.
-    link:  makes its connection to the coordinator.
+    link:  makes its connection to the coordinator; None for a PeerLink.
     """
 
     engine: DynamicInferenceEngine
     controller: TextGenerationController | None = None
     ranks: Ranks | None = None
     others: RankedExecutor | None = None
-    link: Callable[..., PeerLink] = PeerLink
+    link: Callable[..., PeerLink] | None = None
 
     def detokenizer(self) -> Detokenizer | None:
         """A fresh incremental decoder of its tokens."""
@@ -116,16 +114,21 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
 
 
 def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEngine:
+    from megatron_runtime.engines.faults import FaultyLink, parse_faults
+    from megatron_runtime.engines.simulated_ranks import SimulatedRanks
+
     faults = parse_faults(settings.echo_faults)
     return LoadedEngine(
         DynamicInferenceEngine(_echo(settings, faults), config),
         TextGenerationController(None, partial(_load_tokenizer, settings.model)),
         ranks=SimulatedRanks(settings.echo_ranks, faults),
-        link=partial(FaultyLink, faults=faults) if faults.concern_the_link else PeerLink,
+        link=partial(FaultyLink, faults=faults) if faults.concern_the_link else None,
     )
 
 
 def _echo(settings: EngineSettings, faults: Faults) -> Executor:
+    from megatron_runtime.engines.echo_executor import EchoExecutor
+
     return EchoExecutor(
         max_sequence_length=settings.max_sequence_length or 4096,
         page_size=ECHO_PAGE_SIZE,
@@ -178,4 +181,4 @@ def _torch(
 def _load_tokenizer(model: str) -> Tokenizer:
     from megatron_runtime.tokenization import load_tokenizer
 
-    return load_tokenizer(model)
+    return load_tokenizer(model, renders_chat=False)

@@ -17,16 +17,17 @@ from megatron_runtime.layers.cpu import Numbers, select_numbers
 from megatron_runtime.layers.linear import DenseLinears, LinearFactory
 from megatron_runtime.layers.native.linear import NativeLinears
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights, build_decoder
-from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.shard import ParallelSizes
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
+
+    from megatron_runtime.model_inference_wrappers.stage_runner import Parts, StageRunner
+    from megatron_runtime.parallel.groups import Groups
+    from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 
 class Pool(Protocol):
@@ -188,6 +189,8 @@ class Processor:
         dtype: torch.dtype,
         max_length: int,
     ) -> StageRunner:
+        from megatron_runtime.model_inference_wrappers.stage_runner import StageRunner
+
         return StageRunner(
             model=build_decoder(config, weights, shard=groups.shard, collectives=groups),
             controller=controller,

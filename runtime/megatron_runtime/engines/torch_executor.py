@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from megatron_runtime.engines.device import Device, PartRunner, Processor
@@ -9,13 +11,15 @@ from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
 from megatron_runtime.engines.weight_store import WeightStore
 from megatron_runtime.layers.cpu import default_threads
 from megatron_runtime.loading.source import ModelSource
-from megatron_runtime.model_inference_wrappers.stage_runner import Parts
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.weights import require_divisible
-from megatron_runtime.parallel.groups import Groups
 from megatron_runtime.parallel.shard import ParallelSizes, Shard
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron_runtime.tokenization import load_tokenizer
+
+if TYPE_CHECKING:
+    from megatron_runtime.model_inference_wrappers.stage_runner import Parts
+    from megatron_runtime.parallel.groups import Groups
+    from megatron_runtime.tokenization import Tokenizer
 
 
 class TorchExecutor:
@@ -47,7 +51,7 @@ class TorchExecutor:
         device: Device | None = None,
         groups: Groups | None = None,
     ) -> None:
-        self.controller = controller or TextGenerationController(None, lambda: load_tokenizer(str(source.location)))
+        self.controller = controller or TextGenerationController(None, lambda: _load_tokenizer(source))
         self._device = device = device or Processor()
         self._dtype = device.select_dtype(dtype)
         self._groups = groups
@@ -154,6 +158,12 @@ class TorchExecutor:
             dtype=self._dtype,
             max_length=self.max_sequence_length,
         )
+
+
+def _load_tokenizer(source: ModelSource) -> Tokenizer:
+    from megatron_runtime.tokenization import load_tokenizer
+
+    return load_tokenizer(str(source.location))
 
 
 def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:

@@ -27,7 +27,7 @@ from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.termination import write_termination_message
 from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
-from megatron_runtime.peer_link import coordinator_address
+from megatron_runtime.peer_link import PeerLink, coordinator_address
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -78,7 +78,7 @@ class EngineWorker:
         self._coordinator_state: CoordinatorState | None = None
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
         self._busy_for = 0.0
-        self._link = loaded.link(
+        self._link = (loaded.link or PeerLink)(
             coordinator_address(settings.coordinator),
             keys=keys,
             hello=self._hello,

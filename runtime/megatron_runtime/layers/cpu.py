@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -10,6 +9,7 @@ from typing import Literal
 import torch
 
 from megatron_runtime.layers.native.compiled import is_supported
+from megatron_runtime.switches import Switch, is_on
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -36,8 +36,8 @@ def computes_in_bfloat16() -> bool:
 
 
 def has_native_steps() -> bool:
-    """True where layers/native runs. MEGATRON_NATIVE=0 switches it off."""
-    return os.environ.get("MEGATRON_NATIVE", "1") != "0" and is_supported()
+    """True where layers/native runs and is not switched off."""
+    return is_on(Switch.NATIVE) and is_supported()
 
 
 def select_numbers(name: str) -> Numbers:
@@ -48,18 +48,19 @@ def select_numbers(name: str) -> Numbers:
     Raises ValueError naming what this processor has.
     """
     is_native = has_native_steps()
+    cache = torch.bfloat16 if is_on(Switch.CACHE_IN_BFLOAT16) else torch.float32
     if name == "auto":
         name = "bfloat16" if computes_in_bfloat16() else "float32"
     if name == "float32":
         return Numbers("float32", torch.float32, torch.float32, is_native)
     if name == "bfloat16":
         if is_native and not computes_in_bfloat16():
-            return Numbers("bfloat16", torch.float32, torch.bfloat16, True)
+            return Numbers("bfloat16", torch.float32, cache, True)
         return Numbers("bfloat16", torch.bfloat16, torch.bfloat16, False)
     allowed: tuple[Format, ...] = ("float32", "bfloat16", *(("int8", "int4") if is_native else ()))
     for format in allowed:
         if name == format:
-            return Numbers(format, torch.float32, torch.bfloat16, True)
+            return Numbers(format, torch.float32, cache, True)
     raise ValueError(
         f"dtype={name!r} is not supported on this processor: use auto, {', '.join(allowed)}"
         + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")

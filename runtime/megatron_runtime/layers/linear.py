@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -10,6 +10,7 @@ import torch.nn.functional as F
 
 from megatron_runtime.layers.embedding import Embedding
 from megatron_runtime.layers.quantized import QuantizedTensor
+from megatron_runtime.switches import Switch, is_on
 
 Weight = torch.Tensor | QuantizedTensor
 
@@ -24,7 +25,7 @@ class Linear:
 
     def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
         self.out_features, self.in_features = weight_NK.shape
-        self._packed = packed and _can_pack(weight_NK)
+        self._packed = packed and is_on(Switch.PACKED_LINEAR) and _can_pack(weight_NK)
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight_NK) if self._packed else weight_NK
 
     def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
@@ -61,6 +62,9 @@ class LinearFactory(Protocol):
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         """`count` matrices of one shape, which a device may want to lie in one tensor: of the experts of a layer."""
 
+    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
+        """Of matrices of one kind, rows after rows."""
+
     def embedding(self, weight_VD: Weight) -> Embedding: ...
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
@@ -81,6 +85,9 @@ class DenseLinears:
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         return tuple(map(self.linear, weights))
+
+    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
+        raise TypeError("quantized_kinds is empty: dense weights are fused before")
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return Embedding(weight_VD, self.dtype)

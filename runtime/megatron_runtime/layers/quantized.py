@@ -5,7 +5,7 @@ N rows, K columns, B bytes of a row.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -97,7 +97,7 @@ class QuantizedTensor:
         return QuantizedTensor(self.kind, (self.shape[0], stop - start), blocks_NB)
 
 
-def concatenate(parts: list[QuantizedTensor]) -> QuantizedTensor:
+def concatenate(parts: Sequence[QuantizedTensor]) -> QuantizedTensor:
     """The rows of matrices of one kind, one after the other."""
     shape = (sum(part.shape[0] for part in parts), parts[0].shape[1])
     return QuantizedTensor(parts[0].kind, shape, torch.cat([part.blocks_NB for part in parts]))

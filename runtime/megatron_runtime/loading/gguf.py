@@ -24,12 +24,12 @@ from megatron_runtime.layers.quantized import (
     dequantize,
 )
 from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
+from megatron_runtime.loading.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 from megatron_runtime.loading.mapped import MappedFile
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
 from megatron_runtime.models.families.base import Family, Fields
 from megatron_runtime.models.families.rope import scaling_of_factors
-from megatron_runtime.tokenization.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 
 _FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}

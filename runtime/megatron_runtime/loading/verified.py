@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from megatron_runtime.layers.native.examination import sum_and_finiteness
 from megatron_runtime.layers.quantized import SCALES, QuantizedTensor
 from megatron_runtime.loading.checkpoint import Checkpoint, Part, TensorKind
 from megatron_runtime.models.config import ModelConfig
@@ -43,9 +44,12 @@ class _Sum:
     words: int = 0
     rest: bytes = b""
 
-    def plus(self, tensor: torch.Tensor) -> _Sum:
+    def plus(self, tensor: torch.Tensor, *, words: int | None = None) -> _Sum:
+        """words: their sum, where it is known."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
+        if words is not None:
+            return _Sum((self.words + words) % (1 << 64), self.rest + bytes(data[end:].tolist()))
         # Words need an address that is a multiple of their size: a view into a file may begin anywhere.
         aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
         words = self.words + int(aligned.view(torch.int64).sum())
@@ -55,13 +59,17 @@ class _Sum:
 class VerifiedCheckpoint:
     """Implements Checkpoint over another, and looks at what is read.
 
-    read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite.
+    read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
+    may read tensors that are not the same.
+
+    is_compiled: blocks are looked at by layers/native.
 
     Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
 
-    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None) -> None:
+    def __init__(self, checkpoint: Checkpoint, *, expected: Kinds | None = None, is_compiled: bool = False) -> None:
         self._checkpoint = checkpoint
+        self._is_compiled = is_compiled
         self._sums: dict[str, _Sum] = {}
         if expected is not None:
             _require_kinds(checkpoint.kinds, expected)
@@ -97,13 +105,15 @@ class VerifiedCheckpoint:
     def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
         stored = self._checkpoint.blocks(name, part, wanted=wanted)
         if stored is not None:
-            if not stored.is_finite():
+            found = sum_and_finiteness(stored) if self._is_compiled else None
+            words, is_finite = found if found is not None else (None, stored.is_finite())
+            if not is_finite:
                 raise _not_finite(name)
-            self._add(name, stored.blocks_NB)
+            self._add(name, stored.blocks_NB, words=words)
         return stored
 
-    def _add(self, name: str, tensor: torch.Tensor) -> None:
-        self._sums[name] = self._sums.get(name, _Sum()).plus(tensor)
+    def _add(self, name: str, tensor: torch.Tensor, *, words: int | None = None) -> None:
+        self._sums[name] = self._sums.get(name, _Sum()).plus(tensor, words=words)
 
 
 def require_same_model(config: ModelConfig, *, wanted: ModelConfig) -> None:

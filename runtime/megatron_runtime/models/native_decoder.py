@@ -11,9 +11,10 @@ import torch
 
 from megatron_runtime.layers.native.linear import NativeLinear
 from megatron_runtime.layers.native.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
-from megatron_runtime.layers.native.sizes import PHASES_PER_LAYER, PRIVATE_ROWS, QUERY_BLOCK, UNIT, least_scratch
+from megatron_runtime.layers.native.sizes import PHASES_PER_LAYER, UNIT, least_scratch
 from megatron_runtime.layers.native.step_buffers import Buffers
 from megatron_runtime.layers.native.team import shared_team
+from megatron_runtime.layers.native.tuning import tuning
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
 
@@ -54,6 +55,7 @@ class NativeDecoder(DecoderModel):
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         super().__init__(config, weights)
         self._team = shared_team()
+        self._tuning = tuning()
         self._buffers = Buffers()
         self._kept: list[torch.Tensor] = []
         self._layers = np.array([self._layer(number) for number in range(config.num_layers)], dtype=LAYER)
@@ -81,7 +83,8 @@ class NativeDecoder(DecoderModel):
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
         logits_NV = self._buffers.floats("logits", logits, config.vocab_size)
         counts, lengths = plan.query_lengths.astype(np.int64), plan.context_lengths.astype(np.int64)
-        items, tables = _items(counts, lengths, config.num_kv_heads), np.ascontiguousarray(plan.block_tables, np.int32)
+        items = _items(counts, lengths, kv_heads=config.num_kv_heads, query_block=self._tuning.query_block)
+        tables = np.ascontiguousarray(plan.block_tables, np.int32)
         arrays: dict[str, npt.NDArray[Any]] = {
             "x": x_TD.numpy(),
             "logits": logits_NV,
@@ -138,19 +141,19 @@ class NativeDecoder(DecoderModel):
         )
         # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
-        threads = self._team.threads
+        threads, private_rows = self._team.threads, self._tuning.private_rows
         arrays = {
             "qkv": floats("qkv", room.tokens, query + 2 * config.num_kv_heads * config.head_dim),
             "attended": floats("attended", room.tokens, query),
             "gated": floats("gated", room.tokens, config.intermediate_size),
             "added": floats("added", room.rows, config.hidden_size),
             "shared_inputs": floats("shared_inputs", room.rows, row),
-            "thread_inputs": floats("thread_inputs", threads, PRIVATE_ROWS, row),
+            "thread_inputs": floats("thread_inputs", threads, private_rows, row),
             "scratch": floats("scratch", threads, scratch),
         }
         self._set({name: _address(array) for name, array in arrays.items()})
         self._set({"width": width, "context": room.context, "scratch_stride": scratch * 4})
-        self._set({"thread_inputs_stride": PRIVATE_ROWS * row * 4})
+        self._set({"thread_inputs_stride": private_rows * row * 4})
         self._room = room
 
     def _make_turns(self, positions: int) -> None:
@@ -167,6 +170,7 @@ class NativeDecoder(DecoderModel):
     def _set_constants(self) -> None:
         config, step = self.config, self._step
         step["counters"] = self._counters.ctypes.data
+        step["pieces"], step["private_rows"] = self._tuning.pieces, self._tuning.private_rows
         step["num_layers"], step["layers"] = config.num_layers, self._layers.ctypes.data
         step["matrices"] = self._matrices.ctypes.data
         step["hidden"], step["heads"], step["kv_heads"] = config.hidden_size, config.num_heads, config.num_kv_heads
@@ -201,14 +205,16 @@ def _address(array: npt.NDArray[Any]) -> int:
     return address
 
 
-def _items(counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], kv_heads: int) -> npt.NDArray[np.int64]:
+def _items(
+    counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, kv_heads: int, query_block: int
+) -> npt.NDArray[np.int64]:
     """Pieces of attention, the largest first: ITEM, as rows of numbers."""
     sequence, first, count = np.arange(len(counts)), np.zeros_like(counts), counts
-    if counts.max() > QUERY_BLOCK:
-        blocks = -(-counts // QUERY_BLOCK)
+    if counts.max() > query_block:
+        blocks = -(-counts // query_block)
         sequence = np.repeat(sequence, blocks)
-        first = (np.arange(len(sequence)) - np.repeat(blocks.cumsum() - blocks, blocks)) * QUERY_BLOCK
-        count = np.minimum(QUERY_BLOCK, counts[sequence] - first)
+        first = (np.arange(len(sequence)) - np.repeat(blocks.cumsum() - blocks, blocks)) * query_block
+        count = np.minimum(query_block, counts[sequence] - first)
     order = np.argsort(-lengths[sequence] * count, kind="stable")
     items: npt.NDArray[np.int64] = np.empty((len(order), kv_heads, _ITEM_WORDS), dtype=np.int64)
     items[..., 0], items[..., 1] = sequence[order, None], np.arange(kv_heads)

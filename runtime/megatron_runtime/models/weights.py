@@ -6,6 +6,7 @@ time, from just the part of each tensor that the rank holds.
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -37,19 +38,21 @@ def load_weights(
     *,
     shard: Shard | None = None,
     linears: LinearFactory | None = None,
+    threads: int = 1,
 ) -> DecoderWeights:
     """Read what a rank holds, each tensor once.
 
     dtype:   of the norms, the biases and dense matrices.
     shard:   the rank's part; None means all.
     linears: makes the matrices; None keeps them dense.
+    threads: that read and make matrices side by side; more than one only where checkpoint and `linears` let them.
 
     Raises UnsupportedModelError, before anything is read, naming the tensors that do not fit; IndivisibleError where
     the model cannot be divided so.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
-    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights()
+    return _Loader(checkpoint, dtype, shard or Shard(), linears or DenseLinears(dtype)).weights(threads)
 
 
 def require_fitting(checkpoint: Checkpoint) -> None:
@@ -100,13 +103,19 @@ class _Loader:
     def config(self) -> ModelConfig:
         return self.checkpoint.config
 
-    def weights(self) -> DecoderWeights:
-        shard, config = self.shard, self.config
-        embedding, head = self._tables()
-        layers = tuple(self._layer(number) for number in shard.layers(config.num_layers))
+    def weights(self, threads: int) -> DecoderWeights:
+        shard, numbers = self.shard, self.shard.layers(self.config.num_layers)
+        if threads == 1:
+            (embedding, head), layers = self._tables(), [self._layer(number) for number in numbers]
+        else:
+            with ThreadPoolExecutor(threads) as pool:
+                # The tables first: they are the largest piece of work.
+                tables = pool.submit(torch.inference_mode()(self._tables))
+                layers = list(pool.map(torch.inference_mode()(self._layer), numbers))
+                embedding, head = tables.result()
         return DecoderWeights(
             embedding=embedding,
-            layers=layers,
+            layers=tuple(layers),
             norm_D=self._norm("norm") if shard.has_head else None,
             head_WD=head,
         )
@@ -173,15 +182,24 @@ class _Loader:
         return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
 
     def _linear(self, parts: Parts) -> Linear:
-        return self.linears.linear(self._weight(parts))
+        """Of the rows of several tensors."""
+        blocks = self._kept(parts)
+        if blocks is None:
+            return self.linears.linear(self._fused(parts))
+        return self.linears.linear(blocks[0]) if len(blocks) == 1 else self.linears.fused(blocks)
 
     def _weight(self, parts: Parts) -> Weight:
         """The rows of several tensors as one matrix."""
-        kept = [self._blocks(name, part) for name, part in parts]
-        blocks = [one for one in kept if one is not None]
-        if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1:
-            return blocks[0] if len(blocks) == 1 else concatenate(blocks)
-        return self._fused(parts)
+        blocks = self._kept(parts)
+        if blocks is None:
+            return self._fused(parts)
+        return blocks[0] if len(blocks) == 1 else concatenate(blocks)
+
+    def _kept(self, parts: Parts) -> list[QuantizedTensor] | None:
+        """Their blocks as they are stored; None unless all may stay quantised, and are of one kind."""
+        found = [self._blocks(name, part) for name, part in parts]
+        blocks = [one for one in found if one is not None]
+        return blocks if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1 else None
 
     def _fused(self, parts: Parts) -> torch.Tensor:
         shapes = [self._part_shape(name, part) for name, part in parts]

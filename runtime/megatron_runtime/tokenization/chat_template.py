@@ -1,21 +1,9 @@
-"""Chat templates, rendered the way the transformers library renders them, in a sandbox.
-
-A template comes with the weights, so it is data: it runs in Jinja's immutable sandbox, with the helpers that templates
-in the field rely on (`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others.
-"""
+"""Chat templates, rendered the way the transformers library renders them, in a sandbox (chat_sandbox.py)."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from typing import Any, NoReturn
-
-import jinja2
-from jinja2 import meta, nodes
-from jinja2.ext import Extension, loopcontrols
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from typing import Any
 
 MAX_RENDERED_CHARACTERS = 32 * 1024 * 1024
 
@@ -33,16 +21,6 @@ class ChatTemplateError(ValueError):
         self.variable = variable
 
 
-class _GenerationBlock(Extension):
-    """`{% generation %}…{% endgeneration %}` marks training targets; serving renders what is inside."""
-
-    tags = {"generation"}  # noqa: RUF012 - the name and type are Jinja's
-
-    def parse(self, parser: Parser) -> list[nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
 class ChatTemplate:
     """A compiled chat template.
 
@@ -51,22 +29,19 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, _GenerationBlock]
-        )
-        environment.filters["tojson"] = _tojson
-        environment.globals["raise_exception"] = _raise
-        environment.globals["strftime_now"] = lambda layout: datetime.now().strftime(layout)
+        # Jinja is large, and an engine process renders nothing.
+        from megatron_runtime.tokenization.chat_sandbox import TemplateSyntaxError, compile_template
+
         self.source = source
         self.special = dict(special)
         try:
-            self._template = environment.from_string(source)
-            self.reads_tools = "tools" in meta.find_undeclared_variables(environment.parse(source))
-            """Whether the template has a way to tell the model of tools."""
-        except jinja2.TemplateSyntaxError as error:
+            self._template, variables = compile_template(source, refuse=ChatTemplateError)
+        except TemplateSyntaxError as error:
             raise ChatTemplateError(
                 f"the model's chat template is not valid Jinja, line {error.lineno}: {error}"
             ) from error
+        self.reads_tools = "tools" in variables
+        """Whether the template has a way to tell the model of tools."""
 
     def render(
         self,
@@ -103,17 +78,3 @@ class ChatTemplate:
             raise
         except Exception as error:
             raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
-
-
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
-def _raise(message: str) -> NoReturn:
-    raise ChatTemplateError(message)

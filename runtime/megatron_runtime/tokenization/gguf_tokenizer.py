@@ -9,8 +9,8 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
+from megatron_runtime.loading.gguf_metadata import read_gguf_metadata
 from megatron_runtime.tokenization.chat_template import ChatTemplate
-from megatron_runtime.tokenization.gguf_metadata import read_gguf_metadata
 from megatron_runtime.tokenization.sentencepiece import sentencepiece_backend
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
@@ -75,8 +75,8 @@ PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
 """How each `tokenizer.ggml.pre` cuts text into words before the merges apply."""
 
 
-def tokenizer_from_gguf(path: Path) -> Tokenizer:
-    """Build the tokenizer described by the metadata of `path`.
+def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
+    """Build the tokenizer described by the metadata of `path`, with its chat template or without.
 
     Raises GGUFFormatError when the file cannot be read and UnsupportedTokenizerError when its vocabulary is neither
     byte-level BPE nor SentencePiece, or is cut into words in an unknown way.
@@ -89,7 +89,7 @@ def tokenizer_from_gguf(path: Path) -> Tokenizer:
         for name, key in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding"))
         if (id_ := _token_id(metadata, key, pieces)) is not None
     }
-    template = metadata.get("tokenizer.chat_template")
+    template = metadata.get("tokenizer.chat_template") if renders_chat else None
     return Tokenizer(
         backend,
         bos_id=_token_id(metadata, "bos", pieces),

@@ -15,8 +15,8 @@ TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
 
 
-def tokenizer_from_directory(directory: Path) -> Tokenizer:
-    """Build the tokenizer of a directory that holds tokenizer.json.
+def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
+    """Build the tokenizer of a directory that holds tokenizer.json, with its chat template or without.
 
     Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
     also from generation_config.json, the context length from config.json; each of these may be absent.
@@ -33,7 +33,7 @@ def tokenizer_from_directory(directory: Path) -> Tokenizer:
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
         if (text := _token_text(config.get(name))) is not None
     }
-    template = _template_source(directory, config)
+    template = _template_source(directory, config) if renders_chat else None
     bos = special.get("bos_token")
     return Tokenizer(
         backend,

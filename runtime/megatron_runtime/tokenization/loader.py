@@ -14,15 +14,17 @@ class TokenizerLoadError(ValueError):
     """No tokenizer for this model reference. The message names the reference and the remedy."""
 
 
-def load_tokenizer(model: str) -> Tokenizer:
+def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     """Return the tokenizer of a model reference.
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, a .gguf file, or a directory with a tokenizer.json, with one .gguf
            file, or with a Megatron-Core checkpoint and a tokenizer.json.
+    renders_chat: with its chat template, which only who speaks to clients needs.
     """
     path = _locate(model)
     try:
-        return tokenizer_from_gguf(path) if path.is_file() else tokenizer_from_directory(path)
+        load = tokenizer_from_gguf if path.is_file() else tokenizer_from_directory
+        return load(path, renders_chat=renders_chat)
     except (ValueError, OSError) as error:
         raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
 

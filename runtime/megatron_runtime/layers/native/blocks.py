@@ -1,6 +1,7 @@
-"""Weights as files hold them, to panels: what one unit of outputs needs of 32 inputs, through a square of floats.
+"""Weights as files hold them, to panels.
 
-A square is [16 outputs][32 inputs] float32. Values are those of layers/quantized.py to the bit: a product, then a sum.
+To floats: what one unit of outputs needs of 32 inputs, through a square [16 outputs][32 inputs] of float32. Values are
+those of layers/quantized.py to the bit: a product, then a sum. To integers: as they are, eight rows of one block each.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from megatron_runtime.layers.native.ir import F16, F32_V, I8, I32, I32_V, I64, LANES, Code, constant, function
+from megatron_runtime.layers.native.ir import F16, F32_V, I8, I16, I32, I32_V, I64, LANES, Code, constant, function
 from megatron_runtime.layers.native.rows import load_bfloat16, rounded_bfloat16
 from megatron_runtime.layers.native.sizes import BLOCK, UNIT
 
@@ -140,3 +141,63 @@ def write_bfloat16(code: Code, a: dict[str, ir.Value]) -> None:
         return []
 
     code.loop(constant(I64, BLOCK), [], some, step=LANES)
+
+
+def _rows(code: Code, a: dict[str, ir.Value]) -> list[ir.Value]:
+    return [code.b.add(a["source"], code.b.mul(a["row_bytes"], constant(I64, row))) for row in range(LANES)]
+
+
+def _gathered(code: Code, kind: ir.Type, addresses: list[ir.Value]) -> ir.Value:
+    """One number of each row, as a vector."""
+    result = ir.Constant(ir.VectorType(kind, LANES), ir.Undefined)
+    for lane, address in enumerate(addresses):
+        result = code.b.insert_element(result, code.load(kind, address), constant(I32, lane))
+    return result
+
+
+def _write_words(code: Code, a: dict[str, ir.Value], rows: list[ir.Value], offset: int, words: int) -> None:
+    """Words of four inputs, eight at a time: those of all rows together."""
+    for start in range(0, words, LANES):
+        # As floats, which are only moved.
+        loaded = [_words(code, row, offset + 4 * start, min(LANES, words - start)) for row in rows]
+        for number, vector in enumerate(code.transposed(loaded)[: words - start]):
+            code.store(vector, a["panel"], (start + number) * 32)
+
+
+def _words(code: Code, row: ir.Value, offset: int, count: int) -> ir.Value:
+    """Eight words, or four and what follows of no meaning."""
+    if count == LANES:
+        return code.load(F32_V, row, offset)
+    half = code.load(ir.VectorType(ir.FloatType(), count), row, offset)
+    lanes = ir.Constant(ir.VectorType(I32, LANES), [*range(count), *range(LANES - count)])
+    return code.b.shuffle_vector(half, half, lanes)
+
+
+@function(source=I64, row_bytes=I64, panel=I64)
+def int4_of_q4_1(code: Code, a: dict[str, ir.Value]) -> None:
+    """Eight rows of one block each into 32 inputs of an int4 panel."""
+    rows = _rows(code, a)
+    _write_words(code, a, rows, 4, 4)
+    both = _gathered(code, I32, rows)
+    halves = ir.VectorType(I16, LANES)
+    code.store(code.b.trunc(both, halves), a["panel"], 128)
+    code.store(code.b.trunc(code.b.lshr(both, constant(I32_V, 16)), halves), a["panel"], 144)
+
+
+@function(source=I64, row_bytes=I64, panel=I64)
+def int4_of_q4_0(code: Code, a: dict[str, ir.Value]) -> None:
+    """As int4_of_q4_1; a value is (nibble - 8) · scale."""
+    rows = _rows(code, a)
+    _write_words(code, a, rows, 2, 4)
+    scales = code.b.bitcast(_gathered(code, I16, rows), _HALVES)
+    offsets = code.b.fmul(code.b.fpext(scales, F32_V), constant(F32_V, -8.0))
+    code.store(scales, a["panel"], 128)
+    code.store(code.b.fptrunc(offsets, _HALVES), a["panel"], 144)
+
+
+@function(source=I64, row_bytes=I64, panel=I64)
+def int8_of_q8_0(code: Code, a: dict[str, ir.Value]) -> None:
+    """Eight rows of one block each into 32 inputs of an int8 panel."""
+    rows = _rows(code, a)
+    _write_words(code, a, rows, 2, 8)
+    code.store(_gathered(code, I16, rows), a["panel"], 256)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from threading import Lock
 
 import llvmlite
 import llvmlite.binding as llvm
@@ -29,12 +30,13 @@ _NEEDED = ("avx2", "fma", "f16c", "bmi2")
 _SYMBOL = "megatron_native"
 _WORDS = 5
 _SOURCES = (
-    *("attention", "blocks", "entry", "entry_points", "ir", "lookup", "panels", "products", "records"),
+    *("attention", "blocks", "entry", "entry_points", "examine", "ir", "lookup", "panels", "products", "records"),
     *("rows", "sizes", "step", "step_attention", "sync", "tiles"),
 )
 """What the machine code is made of."""
 
 Entry = Callable[[int, int, int, int, int], None]
+_LOADING = Lock()
 
 
 @cache
@@ -48,9 +50,14 @@ def is_supported() -> bool:
     return importlib.util.find_spec("numba") is not None or any(path.is_file() for path in _paths())
 
 
-@cache
 def entry() -> Entry:
-    """The compiled function; see entry_points.py."""
+    """The compiled function; see entry_points.py. Threads that ask at once get one."""
+    with _LOADING:
+        return _entry()
+
+
+@cache
+def _entry() -> Entry:
     for path in _paths():
         if path.is_file():
             return _load(path.read_bytes())

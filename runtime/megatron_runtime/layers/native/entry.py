@@ -6,6 +6,7 @@ import numpy as np
 from numba import carray
 
 from megatron_runtime.layers.native.entry_points import (
+    EXAMINE,
     JOB,
     LEAD,
     LOOK_UP,
@@ -16,14 +17,15 @@ from megatron_runtime.layers.native.entry_points import (
     SERVE,
     STOP,
 )
+from megatron_runtime.layers.native.examine import examine
 from megatron_runtime.layers.native.ir import compiled, pointer
 from megatron_runtime.layers.native.lookup import look_up
 from megatron_runtime.layers.native.panels import pack
 from megatron_runtime.layers.native.products import run_product
 from megatron_runtime.layers.native.records import PRODUCT, STEP
-from megatron_runtime.layers.native.sizes import SEMAPHORE_BYTES
+from megatron_runtime.layers.native.sizes import SEMAPHORE_BYTES, SPINS_AT
 from megatron_runtime.layers.native.step import run_step
-from megatron_runtime.layers.native.sync import barrier, sem_init, sem_post, wait
+from megatron_runtime.layers.native.sync import barrier, sem_init, sem_post, wait, write
 
 _LEADER, _NONE = np.int64(0), np.int64(0)
 _STEP_TYPE, _PRODUCT_TYPE, _JOB_TYPE = np.dtype(STEP), np.dtype(PRODUCT), np.dtype(JOB)
@@ -71,6 +73,9 @@ def entry(what, a, b, c, d):
     elif what == MAKE_SEMAPHORES:
         for number in range(b):
             sem_init(a + number * SEMAPHORE_BYTES, 0, 0)
+            write(a + number * SEMAPHORE_BYTES + SPINS_AT, c)
+    elif what == EXAMINE:
+        examine(a)
     elif what == POST:
         for number in range(b):
             sem_post(a + number * SEMAPHORE_BYTES)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 
-LEAD, SERVE, LOOK_UP, PACK, MAKE_SEMAPHORES, POST = range(6)
+LEAD, SERVE, LOOK_UP, PACK, MAKE_SEMAPHORES, POST, EXAMINE = range(7)
 """
 LEAD             (job, semaphores, others)     run a job as thread 0, with `others` threads that serve
 SERVE            (job, semaphore, thread)      run jobs as this thread until one is STOP
 LOOK_UP          (matrix, ids, count, y)       unpack rows of a matrix
 PACK             (packing, first, stop)        pack some units of a matrix
-MAKE_SEMAPHORES  (semaphores, count)
+MAKE_SEMAPHORES  (semaphores, count, spins)
 POST             (semaphores, count)
+EXAMINE          (examination)                 look at weights as they are stored
 """
 
 STOP, RUN_STEP, RUN_PRODUCT = range(3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,8 @@ from megatron_runtime.layers.native.entry_points import LOOK_UP
 from megatron_runtime.layers.native.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
 from megatron_runtime.layers.native.records import PRODUCT
 from megatron_runtime.layers.native.team import shared_team
+from megatron_runtime.layers.native.tuning import tuning
+from megatron_runtime.layers.quantized import QuantizedTensor, concatenate
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -36,7 +38,7 @@ class NativeLinear(Linear):
         counter = np.zeros(1, dtype=np.int64)
         job = np.zeros(1, dtype=PRODUCT)
         job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
-        job["tokens"], job["width"] = count, width
+        job["tokens"], job["width"], job["pieces"] = count, width, tuning().pieces
         job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
         shared_team().run_product(job)
         return y_TN
@@ -93,6 +95,11 @@ class NativeLinears:
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         return tuple(map(self.linear, weights))
+
+    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
+        if all(fits(*part.shape) for part in parts):
+            return NativeLinear(pack(parts, self._format))
+        return self.linear(concatenate(parts))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return (

@@ -6,6 +6,7 @@ N outputs, K inputs, U units of 16 outputs, P panels of 8, B blocks of 32 inputs
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -28,6 +29,7 @@ from megatron_runtime.layers.native.records import (
     PACKING,
 )
 from megatron_runtime.layers.native.sizes import BLOCK, INT4_BLOCK_BYTES, INT8_BLOCK_BYTES, SQUARE_BYTES, UNIT
+from megatron_runtime.layers.native.tuning import tuning
 from megatron_runtime.layers.quantized import Q4_0, Q4_1, Q8_0, QuantizedTensor
 
 QUANTIZED_KINDS = frozenset((Q4_0, Q4_1, Q8_0))
@@ -37,6 +39,7 @@ _BLOCK_SOURCES = {Q4_0: FROM_Q4_0, Q4_1: FROM_Q4_1, Q8_0: FROM_Q8_0}
 _FLOAT_SOURCES = {torch.float32: FROM_FLOAT32, torch.bfloat16: FROM_BFLOAT16, torch.float16: FROM_FLOAT16}
 _LARGE = 1 << 20
 """Bytes from which on memory is had from the system in one piece."""
+_VALUE_BYTES = {FLOAT32: 4.0, BFLOAT16: 2.0, INT4: INT4_BLOCK_BYTES / (8 * BLOCK), INT8: INT8_BLOCK_BYTES / (8 * BLOCK)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +54,16 @@ class PackedMatrix:
     @property
     def record(self) -> np.ndarray:
         """MATRIX[1]"""
-        return np.array([(self.format, self.data.data_ptr(), self.inputs, self.outputs)], dtype=MATRIX)
+        chosen = tuning()
+        words = (
+            self.format,
+            self.data.data_ptr(),
+            self.inputs,
+            self.outputs,
+            chosen.rows_of(self.format),
+            chosen.ahead,
+        )
+        return np.array([words], dtype=MATRIX)
 
 
 def fits(outputs: int, inputs: int) -> bool:
@@ -59,38 +71,56 @@ def fits(outputs: int, inputs: int) -> bool:
     return outputs % 16 == 0 and inputs % BLOCK == 0
 
 
-def pack(weight: torch.Tensor | QuantizedTensor, name: str) -> PackedMatrix:
-    """Pack a weight in the format of this name; a quantised one as it is, where that is an integer format."""
-    if name in ("float32", "bfloat16"):
-        return _pack_floats(weight, _FORMATS[name])
+def pack(weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str) -> PackedMatrix:
+    """Pack a weight in the format of this name; a quantised one as it is, where that is an integer format.
+
+    weight: several of one kind are one, rows after rows; each must fit by itself.
+    """
     if isinstance(weight, QuantizedTensor):
-        return _pack_blocks(weight)
+        weight = [weight]
+    form = _FORMATS[name]
+    if not isinstance(weight, torch.Tensor):
+        if form in (INT4, INT8):
+            form = INT8 if weight[0].kind == Q8_0 else INT4
+        sources = [_Rows(_BLOCK_SOURCES[part.kind], part.blocks_NB, part.shape[0]) for part in weight]
+        return _pack_rows(sources, form, weight[0].shape[1])
     outputs, inputs = weight.shape
-    return PackedMatrix(_FORMATS[name], outputs, inputs, _PACKERS[name](weight))
+    if form in (INT4, INT8):
+        return PackedMatrix(form, outputs, inputs, _PACKERS[name](weight))
+    rows = weight if weight.dtype in _FLOAT_SOURCES else weight.float()
+    return _pack_rows([_Rows(_FLOAT_SOURCES[rows.dtype], rows, outputs)], form, inputs)
 
 
-def _pack_floats(weight: torch.Tensor | QuantizedTensor, format: int) -> PackedMatrix:
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """Where some rows of a weight lie, and as what."""
+
+    source: int
+    values: torch.Tensor
+    count: int
+
+
+def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int) -> PackedMatrix:
     """From where the weight lies straight into panels: no other copy of it is made."""
-    outputs, inputs = weight.shape
-    if isinstance(weight, QuantizedTensor):
-        source, rows = _BLOCK_SOURCES[weight.kind], weight.blocks_NB
-    else:
-        rows = weight if weight.dtype in _FLOAT_SOURCES else weight.float()
-        source = _FLOAT_SOURCES[rows.dtype]
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    data = _memory(outputs * inputs * (4 if format == FLOAT32 else 2))
-    packed = PackedMatrix(format, outputs, inputs, data)
+    outputs = sum(part.count for part in parts)
+    packed = PackedMatrix(form, outputs, inputs, _memory(int(outputs * inputs * _VALUE_BYTES[form])))
     matrix, square = packed.record, np.empty(SQUARE_BYTES, dtype=np.uint8)
-    row_bytes = rows.stride(0) * rows.element_size()
-    packing = np.array([(source, rows.data_ptr(), row_bytes, matrix.ctypes.data, square.ctypes.data)], dtype=PACKING)
-    entry()(PACK, packing.ctypes.data, 0, outputs // UNIT, 0)
+    for part in parts:
+        rows = part.values if part.values.stride(1) == 1 else part.values.contiguous()
+        row_bytes = rows.stride(0) * rows.element_size()
+        words = (part.source, rows.data_ptr(), row_bytes, matrix.ctypes.data, square.ctypes.data)
+        packing = np.array([words], dtype=PACKING)
+        entry()(PACK, packing.ctypes.data, 0, part.count // UNIT, 0)
+        matrix["address"] += int(part.count * inputs * _VALUE_BYTES[form])
     return packed
 
 
 def _memory(size: int) -> torch.Tensor:
     """uint8 [size]. Large pieces are mappings of their own, whose pages the system provides all at once: two thirds of
-    the time that it takes to touch them one by one."""
+    the time that it takes to touch them one by one.
+
+    Not in pages of 2 MiB: on a virtual machine whose host had taken such pages back, 540 MB of them took 3 s.
+    """
     if size < _LARGE or not hasattr(mmap, "MAP_POPULATE"):
         return torch.empty(size, dtype=torch.uint8)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
@@ -118,27 +148,9 @@ def _pack_int8(weight_NK: torch.Tensor) -> torch.Tensor:
 _PACKERS = {"int4": _pack_int4, "int8": _pack_int8}
 
 
-def _pack_blocks(weight: QuantizedTensor) -> PackedMatrix:
-    outputs, inputs = weight.shape
-    size = {Q4_0: 18, Q4_1: 20, Q8_0: 34}[weight.kind]
-    blocks_NBS = weight.blocks_NB.reshape(outputs, inputs // BLOCK, size)
-    scale_NB = blocks_NBS[..., :2].contiguous().view(torch.float16)[..., 0]
-    if weight.kind == Q8_0:
-        data = _int8_panels(blocks_NBS[..., 2:].view(torch.int8), scale_NB)
-        return PackedMatrix(INT8, outputs, inputs, data)
-    if weight.kind == Q4_1:
-        offset_NB = blocks_NBS[..., 2:4].contiguous().view(torch.float16)[..., 0]
-    else:
-        offset_NB = scale_NB * -8
-    # The file holds inputs 0 … 15 in low halves and 16 … 31 in high halves, as a panel does.
-    return PackedMatrix(INT4, outputs, inputs, _int4_panels_of_bytes(blocks_NBS[..., size - 16 :], scale_NB, offset_NB))
-
-
 def _int4_panels(nibbles_NB32: torch.Tensor, scale_NB: torch.Tensor, offset_NB: torch.Tensor) -> torch.Tensor:
-    return _int4_panels_of_bytes(nibbles_NB32[..., :16] | (nibbles_NB32[..., 16:] << 4), scale_NB, offset_NB)
-
-
-def _int4_panels_of_bytes(bytes_NB16: torch.Tensor, scale_NB: torch.Tensor, offset_NB: torch.Tensor) -> torch.Tensor:
+    # Low halves are inputs 0 … 15, high halves 16 … 31.
+    bytes_NB16 = nibbles_NB32[..., :16] | (nibbles_NB32[..., 16:] << 4)
     outputs, blocks, _ = bytes_NB16.shape
     panels = torch.empty(outputs // 8, blocks, INT4_BLOCK_BYTES, dtype=torch.uint8)
     # Four inputs are one word: [panel, output, block, word] to [panel, block, word, output].

@@ -14,11 +14,6 @@ from megatron_runtime.layers.native.records import BFLOAT16, FLOAT32, GELU_TANH,
 from megatron_runtime.layers.native.sizes import (
     INT4_BLOCK_BYTES,
     INT8_BLOCK_BYTES,
-    MOST_INT4_ROWS,
-    MOST_INT8_ROWS,
-    MOST_ROWS,
-    PIECES,
-    PRIVATE_ROWS,
     UNIT,
     block_rows,
 )
@@ -39,30 +34,28 @@ def _product_unit(matrix, unit, inputs, x, x_stride, quantized, scales, count, y
     form = matrix.format
     row = 0
     if form in (FLOAT32, BFLOAT16):
-        most = MOST_ROWS
         panel = matrix.address + unit * inputs * (64 if form == FLOAT32 else 32)
     else:
-        most = MOST_INT4_ROWS if form == INT4 else MOST_INT8_ROWS
         size = INT4_BLOCK_BYTES if form == INT4 else INT8_BLOCK_BYTES
         size = (inputs >> 5) * size
         panel = matrix.address + 2 * unit * size
-    groups = (count + most - 1) // most
+    groups = (count + matrix.rows - 1) // matrix.rows
     scales_stride = (inputs >> 5) * 8
     while groups > 0:
         some = (count - row + groups - 1) // groups
         at = y + row * y_stride
         if form == FLOAT32:
-            tiles.float32_tile(some, x + row * x_stride, x_stride, panel, 64, inputs, at, y_stride, adds)
+            tiles.float32_tile(some, x + row * x_stride, x_stride, panel, 64, inputs, at, y_stride, matrix.ahead, adds)
         elif form == BFLOAT16:
-            tiles.bfloat16_tile(some, x + row * x_stride, x_stride, panel, 64, inputs, at, y_stride, adds)
+            tiles.bfloat16_tile(some, x + row * x_stride, x_stride, panel, 64, inputs, at, y_stride, matrix.ahead, adds)
         else:
             q, s = quantized + row * inputs, scales + row * scales_stride
             for half in range(2):
                 part, to = panel + half * size, at + half * 32
                 if form == INT4:
-                    tiles.int4_tile(some, q, inputs, s, scales_stride, part, inputs, to, y_stride, adds)
+                    tiles.int4_tile(some, q, inputs, s, scales_stride, part, inputs, to, y_stride, matrix.ahead, adds)
                 else:
-                    tiles.int8_tile(some, q, inputs, s, scales_stride, part, inputs, to, y_stride, adds)
+                    tiles.int8_tile(some, q, inputs, s, scales_stride, part, inputs, to, y_stride, matrix.ahead, adds)
         row += some
         groups -= 1
 
@@ -87,8 +80,8 @@ def _prepare(form, source, norm, epsilon, inputs, first, step_by, count, into, w
 @compiled
 def _inputs(step, thread, count):
     """(where the prepared inputs of a product are, rows there is room for)"""
-    if count <= PRIVATE_ROWS:
-        return step.thread_inputs + thread * step.thread_inputs_stride, PRIVATE_ROWS
+    if count <= step.private_rows:
+        return step.thread_inputs + thread * step.thread_inputs_stride, step.private_rows
     return step.shared_inputs, count
 
 
@@ -99,7 +92,7 @@ def ready(step, thread, matrix, source, norm, count):
     inputs = matrix.inputs
     epsilon = np.float32(step.epsilon)
     is_integer = matrix.format not in (FLOAT32, BFLOAT16)
-    if count <= PRIVATE_ROWS:
+    if count <= step.private_rows:
         _prepare(matrix.format, source, norm, epsilon, inputs, _FIRST, _EACH, count, into, step.width, capacity)
     elif norm != 0 or is_integer:
         _prepare(matrix.format, source, norm, epsilon, inputs, thread, step.threads, count, into, step.width, capacity)
@@ -109,11 +102,11 @@ def ready(step, thread, matrix, source, norm, count):
 
 
 @compiled
-def product(threads, counter, matrix, x, quantized, scales, count, y, y_stride, adds):
+def product(threads, pieces, counter, matrix, x, quantized, scales, count, y, y_stride, adds):
     """y[count][outputs] = (y +) x · matrix, the pieces that this thread draws."""
     inputs = matrix.inputs
     units = matrix.outputs // UNIT
-    piece = max(1, units // (threads * PIECES))
+    piece = max(1, units // (threads * pieces))
     block = _block_rows(matrix.format, inputs)
     while True:
         start = fetch_add(counter, piece)
@@ -145,7 +138,7 @@ def gated_product(step, thread, counter, matrix, x, quantized, scales, count):
     """gated = activation(x · gate) · (x · up)"""
     inputs, width = matrix.inputs, step.feed_forward
     units = width // UNIT
-    piece = max(1, units // (step.threads * PIECES))
+    piece = max(1, units // (step.threads * step.pieces))
     block = _block_rows(matrix.format, inputs)
     gate = step.scratch + thread * step.scratch_stride
     up = gate + block * 64
@@ -182,4 +175,5 @@ def run_product(job, thread):
         barrier(job.barrier, job.threads)
     quantized = into + count * job.width * 4
     scales = quantized + count * job.width
-    product(job.threads, job.counters, matrix, job.x, quantized, scales, count, job.y, matrix.outputs * 4, SET)
+    y_stride = matrix.outputs * 4
+    product(job.threads, job.pieces, job.counters, matrix, job.x, quantized, scales, count, job.y, y_stride, SET)

@@ -14,7 +14,14 @@ def _record(*words: str, floats: tuple[str, ...] = ()) -> np.dtype[np.void]:
     return np.dtype([*((word, np.int64) for word in words), *((name, np.float64) for name in floats)])
 
 
-MATRIX = _record("format", "address", "inputs", "outputs")
+MATRIX = _record(
+    "format",
+    "address",
+    "inputs",
+    "outputs",
+    "rows",  # most rows of a tile
+    "ahead",  # bytes before they are needed, weights are asked for
+)
 
 FROM_Q4_0, FROM_Q4_1, FROM_Q8_0, FROM_FLOAT32, FROM_BFLOAT16, FROM_FLOAT16 = range(6)
 """What a matrix is packed from; see blocks.py."""
@@ -23,10 +30,22 @@ PACKING = _record(
     "kind",
     "source",
     "row_bytes",  # from one row of the source to the next
-    "matrix",  # MATRIX, in float32 or bfloat16
+    "matrix",  # MATRIX: integers from blocks of integers, floats from anything
     "square",  # SQUARE_BYTES
 )
 """One matrix to be packed."""
+
+EXAMINATION = _record(
+    "address",
+    "num_words",  # of eight bytes
+    "scales",  # address of the scales of the first block; 0: there are none
+    "num_blocks",
+    "block_bytes",
+    "mask",  # bits of four bytes from there on that are exponents of float16 numbers
+    "sum",  # to be written: of all words
+    "is_finite",  # to be written
+)
+"""Weights to be looked at as they are stored."""
 
 LAYER = _record(
     "is_local",
@@ -51,7 +70,9 @@ heads."""
 STEP = _record(
     "threads",
     "counters",  # words: tickets of work, one a phase; set to 0 by who starts the step
-    "barrier",  # two words
+    "barrier",  # see sync.py
+    "pieces",  # of a product, for each thread
+    "private_rows",  # up to so many, every thread prepares inputs for itself
     # the model
     "num_layers",
     "layers",  # LAYER [num_layers]
@@ -108,6 +129,7 @@ PRODUCT = _record(
     "threads",
     "counters",
     "barrier",
+    "pieces",
     "matrix",  # MATRIX
     "tokens",
     "x",

@@ -18,18 +18,14 @@ MOST_INT4_ROWS = 4
 MOST_INT8_ROWS = 3
 """Of an int8 tile: each row has two sums; those of four do not fit the registers, and gave 43 instead of 56 billion
 products a second."""
-PRIVATE_ROWS = 4
-"""Up to so many rows every thread prepares the inputs of a product for itself: cheaper than a barrier."""
-QUERY_BLOCK = 48
-"""Tokens of a prompt that share one gathering of the keys."""
-PIECES = 8
-"""Pieces of a product for each thread."""
 PHASES_PER_LAYER = 5
 """Phases of a layer that draw tickets."""
 SQUARE_BYTES = UNIT * BLOCK * 4
 """Floats of 32 inputs of a unit, on their way to a panel."""
 SEMAPHORE_BYTES = 64
 """sem_t has 32 bytes on 64-bit Linux; a cache line of its own keeps its neighbours quiet."""
+SPINS_AT = 32
+"""Where, beside a semaphore, the rounds are that who waits for it looks again."""
 _ROW_BYTES = 1 << 18
 """Activations that stay in a processor's second cache while all panels of a piece pass over them."""
 

@@ -32,12 +32,12 @@ _MATRIX_TYPE, _LAYER_TYPE = np.dtype(MATRIX), np.dtype(LAYER)
 @compiled
 def _add_output(step, thread, matrix, source, norm, counter):
     """x += (norm of) source · matrix"""
-    hidden, count = step.hidden, step.tokens
+    hidden, count, threads, pieces = step.hidden, step.tokens, step.threads, step.pieces
     x, quantized, scales = ready(step, thread, matrix, source, NO_NORM, count)
     if norm == 0:
-        product(step.threads, counter, matrix, x, quantized, scales, count, step.x, hidden * 4, ADD)
+        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.x, hidden * 4, ADD)
     else:
-        product(step.threads, counter, matrix, x, quantized, scales, count, step.added, hidden * 4, SET)
+        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.added, hidden * 4, SET)
         barrier(step.barrier, step.threads)
         row = thread
         while row < count:
@@ -51,7 +51,7 @@ def _add_output(step, thread, matrix, source, norm, counter):
 @compiled
 def run_step(step, thread):
     """x becomes the last hidden states; logits of the rows asked for, the cache filled."""
-    threads, count = step.threads, step.tokens
+    threads, pieces, count = step.threads, step.pieces, step.tokens
     layers = carray(pointer(step.layers), step.num_layers, dtype=_LAYER_TYPE)
     matrices = carray(pointer(step.matrices), step.num_layers * MATRICES_PER_LAYER + 1, dtype=_MATRIX_TYPE)
     counter = step.counters
@@ -60,7 +60,7 @@ def run_step(step, thread):
         first = number * MATRICES_PER_LAYER
         matrix = matrices[first + QKV]
         x, quantized, scales = ready(step, thread, matrix, step.x, layer.attention_norm, count)
-        product(threads, counter, matrix, x, quantized, scales, count, step.qkv, matrix.outputs * 4, SET)
+        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.qkv, matrix.outputs * 4, SET)
         barrier(step.barrier, threads)
         append(step, layer, thread, number)
         barrier(step.barrier, threads)
@@ -88,4 +88,5 @@ def _logits(step, thread, head, counter):
         row += step.threads
     barrier(step.barrier, step.threads)
     x, quantized, scales = ready(step, thread, head, step.added, step.norm, step.num_logits)
-    product(step.threads, counter, head, x, quantized, scales, step.num_logits, step.logits, head.outputs * 4, SET)
+    threads, pieces, y_stride = step.threads, step.pieces, head.outputs * 4
+    product(threads, pieces, counter, head, x, quantized, scales, step.num_logits, step.logits, y_stride, SET)

@@ -156,7 +156,7 @@ def _attend_many(step, number, window, item, scratch):
             out = step.attended + (token + start) * out_stride + column
             for panel in range(panels):
                 at, to = keys + panel * UNIT * size * 4, scores + panel * UNIT * 4
-                tiles.float32_tile(some, query, query_stride, at, UNIT * 4, size, to, row_bytes, 0)
+                tiles.float32_tile(some, query, query_stride, at, UNIT * 4, size, to, row_bytes, 0, 0)
             for row in range(some):
                 at = scores + row * row_bytes
                 last = first + start + row + 1 - begin
@@ -167,7 +167,16 @@ def _attend_many(step, number, window, item, scratch):
                 rows.scale(at, at, panels * UNIT, np.float32(1.0) / total)
             for part in range(0, size, UNIT):
                 tiles.float32_tile(
-                    some, scores, row_bytes, values + part * 4, size * 4, panels * UNIT, out + part * 4, out_stride, 0
+                    some,
+                    scores,
+                    row_bytes,
+                    values + part * 4,
+                    size * 4,
+                    panels * UNIT,
+                    out + part * 4,
+                    out_stride,
+                    0,
+                    0,
                 )
 
 

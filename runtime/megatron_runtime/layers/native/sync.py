@@ -6,10 +6,7 @@ from llvmlite import ir
 from numba import types
 
 from megatron_runtime.layers.native.ir import I32, I64, Code, compiled, function
-
-_SPINS = 2000
-"""Rounds of a wait before the processor is offered to other threads: a few microseconds, longer than two threads of a
-step are usually apart, and no worse than a wake-up where the other one was descheduled."""
+from megatron_runtime.layers.native.sizes import SPINS_AT
 
 sem_init = types.ExternalFunction("sem_init", types.int32(types.int64, types.int32, types.uint32))
 sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
@@ -51,8 +48,12 @@ def pause(code: Code, _: dict[str, ir.Value]) -> None:
 
 @compiled
 def barrier(address, threads):
-    """Return when all threads have come. `address`: two words, arrivals and generation, both 0 at first."""
-    generation = read(address + 8)
+    """Return when all threads have come.
+
+    `address`: of arrivals and generation, both 0 at first, and of how often who waits looks again before it offers its
+    processor to other threads.
+    """
+    generation, most = read(address + 8), read(address + 16)
     if fetch_add(address, 1) == threads - 1:
         write(address, 0)
         fetch_add(address + 8, 1)
@@ -60,7 +61,7 @@ def barrier(address, threads):
     spins = 0
     while read(address + 8) == generation:
         spins += 1
-        if spins < _SPINS:
+        if spins < most:
             pause()
         else:
             _sched_yield()
@@ -69,7 +70,7 @@ def barrier(address, threads):
 @compiled
 def wait(semaphore):
     """Take one from the semaphore, asleep after a while."""
-    for _ in range(_SPINS):
+    for _ in range(read(semaphore + SPINS_AT)):
         if _sem_trywait(semaphore) == 0:
             return
         pause()

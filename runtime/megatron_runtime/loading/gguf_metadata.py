@@ -128,6 +128,9 @@ class _Reader:
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
         """A vocabulary has hundreds of thousands: no call for each of them but those of the standard library."""
         view, size_at, end = self._view, _SIZE.unpack_from, len(self._view)
+        if not wanted:
+            self._skip_strings(count)
+            return []
         found, at = [], self._at
         for _ in range(count):
             if at + _SIZE.size > end:
@@ -137,10 +140,20 @@ class _Reader:
             at = start + size
             if at > end:
                 raise self._cut_short(size, start)
-            if wanted:
-                found.append(view[start:at])
+            found.append(view[start:at])
         self._at = at
         return [text.decode("utf-8", errors="replace") for text in found]
+
+    def _skip_strings(self, count: int) -> None:
+        size_at, view, at, size = _SIZE.unpack_from, self._view, self._at, _SIZE.size
+        try:
+            for _ in range(count):
+                at += size + size_at(view, at)[0]
+        except (struct.error, OverflowError):
+            raise self._cut_short(size, min(at, len(view))) from None
+        if at > len(view):
+            raise self._cut_short(at - len(view), len(view))
+        self._at = at
 
     def _scalar(self, code: str) -> Any:
         layout = f"<{code}"

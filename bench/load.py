@@ -1,0 +1,83 @@
+"""How long a model takes to load, above what `import torch` costs.
+
+    python bench/load.py --against ../before
+
+Every load is a process of its own. `total` is from the end of `import torch` to an engine that is ready: `import_own`,
+our modules, and `load`, the file's headers, weights verified and packed, and the KV cache. `processor` is its processor
+time on all threads; the tokenizer, which an engine makes when a request needs text, is not in it. With --against, this
+version and the one in that directory (its `runtime` and `kernels`) take turns.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import click
+
+from megatron_runtime.cli.bench.report import machine
+
+_ROOT = Path(__file__).resolve().parent.parent
+_WORKER = Path(__file__).with_name("load_worker.py")
+_SECONDS = 120
+_HELP = {"show_default": True}
+
+
+def load(root: Path, *, model: str, dtype: str, threads: int) -> dict[str, float]:
+    """Seconds of one load by the version in `root`."""
+    path = os.pathsep.join(str(root / part) for part in ("runtime", "kernels"))
+    done = subprocess.run(
+        [sys.executable, str(_WORKER), model, dtype, str(threads)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=_SECONDS,
+    )
+    if done.returncode:
+        raise click.ClickException(f"{root}, {dtype}: {done.stderr.strip()[-300:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def summary(runs: list[dict[str, float]]) -> dict[str, list[float]]:
+    """[median, least, most] of each figure."""
+    figures = {name: [run[name] for run in runs] for name in runs[0]}
+    return {name: [round(one, 3) for one in (median(v), min(v), max(v))] for name, v in figures.items()}
+
+
+@click.command()
+@click.option("--model", default="builtin:smollm2-135m", **_HELP)
+@click.option("--dtype", "dtypes", multiple=True, default=["int4", "bfloat16", "float32"], **_HELP)
+@click.option("--rounds", type=click.IntRange(min=1), default=5, **_HELP)
+@click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
+@click.option("--against", type=click.Path(exists=True, file_okay=False, path_type=Path), help="Another version.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def main(
+    *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, against: Path | None, json_file: Path | None
+) -> None:
+    """Load a model again and again, in processes of its own."""
+    versions = {"before": against.resolve()} if against is not None else {}
+    versions["now"] = _ROOT
+    runs: dict[str, list[dict[str, float]]] = {}
+    # Once each for the system's cache and the interpreter's.
+    for root in versions.values():
+        load(root, model=model, dtype=dtypes[0], threads=threads)
+    for _ in range(rounds):
+        for dtype in dtypes:
+            for name, root in versions.items():
+                runs.setdefault(f"{dtype}, {name}", []).append(load(root, model=model, dtype=dtype, threads=threads))
+    figures = {name: summary(found) for name, found in runs.items()}
+    for name, found in figures.items():
+        click.echo(f"{name:18}" + "  ".join(f"{key} {v[0]:.2f} ({v[1]:.2f}-{v[2]:.2f})" for key, v in found.items()))
+    if json_file is not None:
+        options = {"model": model, "rounds": rounds, "threads": threads}
+        document = {"benchmark": "load", "machine": machine(), "options": options, "seconds": figures}
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

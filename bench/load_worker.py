@@ -1,0 +1,53 @@
+"""python load_worker.py MODEL DTYPE THREADS: load a model once, and print what that took."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+
+# As an engine process has it.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def main() -> None:
+    model, dtype, threads = sys.argv[1:]
+    begun = time.perf_counter()
+    importlib.import_module("torch")
+    torch_at, cpu_at = time.perf_counter(), time.process_time()
+    # What build_engine() imports when it is called, so that it can be told from the load.
+    for name in ("engines.torch_executor", "loading.source"):
+        importlib.import_module(f"megatron_runtime.{name}")
+    from megatron_runtime.engines.build import build_engine
+    from megatron_runtime.engines.settings import EngineSettings
+
+    imported = time.perf_counter()
+    loaded = build_engine(
+        EngineSettings(
+            coordinator="tcp://127.0.0.1:0",  # never connected to
+            name="bench",
+            model=model,
+            dtype=dtype,
+            max_sequence_length=1024,
+            threads=int(threads),
+        )
+    )
+    loaded.engine.executor.load()
+    ready, cpu_ready = time.perf_counter(), time.process_time()
+    assert loaded.controller is not None
+    loaded.controller.tokenizer  # noqa: B018 - made when first asked for
+    figures = {
+        "import_torch": torch_at - begun,
+        "import_own": imported - torch_at,
+        "load": ready - imported,
+        "total": ready - torch_at,
+        "processor": cpu_ready - cpu_at,
+        "tokenizer": time.perf_counter() - ready,
+    }
+    print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

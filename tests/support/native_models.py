@@ -1,0 +1,180 @@
+"""Small models with every trait a family may have, and sequences that grow side by side, for compiled steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.engines.step_layout import lay_out
+from megatron_runtime.layers.linear import DenseLinears, LinearFactory
+from megatron_runtime.layers.native.linear import NativeLinears
+from megatron_runtime.models.config import ModelConfig, SlidingWindow
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights, build_decoder
+from megatron_runtime.models.native_decoder import NativeDecoder
+
+PAGE = 16
+PLAIN = ModelConfig(
+    family="llama",
+    vocab_size=96,
+    hidden_size=64,
+    intermediate_size=96,
+    num_layers=3,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    rms_norm_eps=1e-5,
+    rope_theta=500.0,
+    max_position_embeddings=512,
+    tie_embeddings=True,
+    eos_token_ids=(1,),
+)
+TRAITS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "untied head, one group": {"tie_embeddings": False, "num_kv_heads": 6},
+    "bias": {"qkv_bias": True},
+    "norms of heads": {"qk_norm": True},
+    "gemma": {
+        "qk_norm": True,
+        "activation": "gelu_tanh",
+        "output_norms": True,
+        "embedding_scale": 8.0,
+        "query_scale": 0.3,
+        "sliding": SlidingWindow(window=20, is_local=(True, False, True), rope_theta=100.0),
+    },
+}
+
+
+def weights_of(config: ModelConfig, linears: LinearFactory) -> DecoderWeights:
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator) / shape[-1] ** 0.5
+
+    def norm(size: int, wanted: bool = True) -> torch.Tensor | None:
+        return 1 + random(size) if wanted else None
+
+    hidden, query = config.hidden_size, config.num_heads * config.head_dim
+    qkv = query + 2 * config.num_kv_heads * config.head_dim
+    layers = tuple(
+        LayerWeights(
+            attention_norm_D=1 + random(hidden),
+            qkv_QD=linears.linear(random(qkv, hidden)),
+            output_DH=linears.linear(random(hidden, query)),
+            mlp_norm_D=1 + random(hidden),
+            mlp=FeedForward(
+                gate_up_FD=linears.linear(random(2 * config.intermediate_size, hidden)),
+                down_DF=linears.linear(random(hidden, config.intermediate_size)),
+            ),
+            qkv_bias_Q=random(qkv) if config.qkv_bias else None,
+            q_norm_C=norm(config.head_dim, config.qk_norm),
+            k_norm_C=norm(config.head_dim, config.qk_norm),
+            attention_output_norm_D=norm(hidden, config.output_norms),
+            mlp_output_norm_D=norm(hidden, config.output_norms),
+        )
+        for _ in range(config.num_layers)
+    )
+    table = random(config.vocab_size, hidden)
+    embedding, head = linears.tied(table)
+    if not config.tie_embeddings:
+        head = linears.linear(random(config.vocab_size, hidden))
+    return DecoderWeights(embedding=embedding, layers=layers, norm_D=norm(hidden), head_WD=head)
+
+
+def unpacked(weights: DecoderWeights) -> DecoderWeights:
+    """The same values in dense matrices."""
+    dense = DenseLinears(torch.float32)
+
+    def of(layer: LayerWeights) -> LayerWeights:
+        mlp = layer.mlp
+        assert isinstance(mlp, FeedForward)
+        return dataclasses.replace(
+            layer,
+            qkv_QD=dense.linear(layer.qkv_QD.dense()),
+            output_DH=dense.linear(layer.output_DH.dense()),
+            mlp=FeedForward(gate_up_FD=dense.linear(mlp.gate_up_FD.dense()), down_DF=dense.linear(mlp.down_DF.dense())),
+        )
+
+    assert weights.embedding is not None
+    assert weights.head_WD is not None
+    return DecoderWeights(
+        embedding=dense.embedding(weights.embedding.dense()),
+        layers=tuple(map(of, weights.layers)),
+        norm_D=weights.norm_D,
+        head_WD=dense.linear(weights.head_WD.dense()),
+    )
+
+
+class Sequences:
+    """Sequences that grow side by side, their pages scattered over the cache."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self.config = config
+        self.random = np.random.default_rng(0)
+        self.pages = self.random.permutation(64).reshape(8, 8)
+        self.lengths = [0] * 8
+
+    def plan(self, new: dict[int, int]) -> StepPlan:
+        """`new`: tokens to compute, by sequence."""
+        positions, slots = [], []
+        for number, count in new.items():
+            at = np.arange(self.lengths[number], self.lengths[number] + count)
+            positions.append(at)
+            slots.append(self.pages[number][at // PAGE] * PAGE + at % PAGE)
+            self.lengths[number] += count
+        counts = np.array(list(new.values()), dtype=np.int32)
+        return StepPlan(
+            token_ids=self.random.integers(0, self.config.vocab_size, counts.sum()).astype(np.int32),
+            positions=np.concatenate(positions).astype(np.int32),
+            query_lengths=counts,
+            context_lengths=np.array([self.lengths[number] for number in new], dtype=np.int32),
+            block_tables=self.pages[list(new)].astype(np.int32),
+            slot_mapping=np.concatenate(slots),
+            needs_sample=np.ones(len(new), dtype=bool),
+            sampling=SimpleNamespace(prompt_targets={}),  # type: ignore[arg-type]
+        )
+
+
+STEPS = (
+    {0: 37},
+    {0: 1},
+    {0: 1, 1: 1, 2: 70},
+    {1: 50, 0: 1, 2: 1, 3: 3},
+    {number: 1 for number in range(8)},
+    {4: 100, 5: 17, 0: 1},
+)
+
+
+def caches(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    shape = (config.num_layers, 64, PAGE, 2 * config.num_kv_heads * config.head_dim)
+    # What was never written is not a number: nothing of it may be seen.
+    return torch.full(shape, float("nan"), dtype=dtype), torch.zeros(shape)
+
+
+def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
+    layout = lay_out(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
+    x_ND = model(
+        layout.token_ids_T,
+        layout.positions_T,
+        attention=layout.attention,
+        cache_LPXE=cache_LPXE,
+        rows_N=layout.logit_rows_N,
+    )
+    logits = model.logits(x_ND)
+    return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
+
+
+def native(config: ModelConfig, format: str) -> tuple[NativeDecoder, DecoderModel]:
+    weights = weights_of(config, NativeLinears(format))  # type: ignore[arg-type]
+    model = build_decoder(config, weights)
+    assert isinstance(model, NativeDecoder)
+    return model, DecoderModel(config, unpacked(weights))
+
+
+def step(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
+    _, logits_NV = model.run_plan(plan, cache_LPXE, plan.query_lengths.cumsum(dtype=np.int64) - 1)
+    return torch.from_numpy(logits_NV.copy())

@@ -1,0 +1,27 @@
+"""Figures of loads and of switches, from the seconds that were measured."""
+
+import sys
+from pathlib import Path
+from typing import Any, cast
+
+ROOT = Path(__file__).parents[3]
+sys.path.append(str(ROOT / "bench"))
+
+from load import load, summary  # noqa: E402
+from switches import Setting, gains  # noqa: E402
+
+
+def test_a_load_is_measured_in_a_process_of_its_own() -> None:
+    found = load(ROOT, model="builtin:smollm2-135m", dtype="float32", threads=1)
+    assert set(found) == {"import_torch", "import_own", "load", "total", "processor", "tokenizer"}
+    assert found["total"] >= found["import_own"] + found["load"] - 1e-6 > 0
+
+
+def test_a_summary_has_median_least_and_most() -> None:
+    assert summary([{"load": value} for value in (3.0, 1.0, 2.0)]) == {"load": [2.0, 1.0, 3.0]}
+
+
+def test_a_gain_compares_times_of_one_round() -> None:
+    usual = Setting("", cast(Any, None), {"b1": [1.0, 2.0, 1.0]})
+    without = Setting("x", cast(Any, None), {"b1": [2.0, 2.0, 3.0]})
+    assert gains(usual, without) == {"b1": [2.0, 1.0, 3.0]}

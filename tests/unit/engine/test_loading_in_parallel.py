@@ -1,0 +1,58 @@
+"""What a load imports and gives, on one thread and on several."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from megatron_runtime.engines.device import Processor
+from megatron_runtime.engines.weight_store import WeightStore
+from megatron_runtime.layers.native.compiled import is_supported
+from megatron_runtime.layers.native.linear import NativeLinear
+from megatron_runtime.loading.source import resolve
+from megatron_runtime.switches import Switch
+
+MODEL = "builtin:smollm2-135m"
+
+
+def loaded(dtype: str) -> WeightStore:
+    device = Processor()
+    store = WeightStore(resolve(MODEL), device.select_dtype(dtype), device)
+    store.load()
+    return store
+
+
+@pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
+def test_weights_are_the_same_on_every_number_of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        several = loaded("int4")
+        monkeypatch.setenv(Switch.PARALLEL_LOAD, "0")
+        one = loaded("int4")
+    finally:
+        torch.set_num_threads(before)
+    assert several.digest == one.digest
+    assert several.weights is not None
+    assert one.weights is not None
+    pairs = [
+        (getattr(ours, name), getattr(theirs, name))
+        for ours, theirs in zip(several.weights.layers, one.weights.layers, strict=True)
+        for name in ("qkv_QD", "output_DH")
+    ]
+    pairs.append((several.weights.head_WD, one.weights.head_WD))
+    for ours, theirs in pairs:
+        assert isinstance(ours, NativeLinear)
+        assert isinstance(theirs, NativeLinear)
+        assert torch.equal(ours.matrix.data, theirs.matrix.data)
+
+
+def test_a_load_imports_nothing_that_it_does_not_need() -> None:
+    program = (
+        "import sys, megatron_runtime.engines.build, megatron_runtime.engines.torch_executor, "
+        "megatron_runtime.loading.gguf, megatron_runtime.models.native_decoder; "
+        "print(sorted({'jinja2', 'pydantic', 'zmq', 'tokenizers', 'numba', 'rich', 'click'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,60 @@
+"""The compiled code finds in weights as they are stored what torch finds; and several packed are one packed."""
+
+import numpy as np
+import pytest
+import torch
+
+from megatron_runtime.layers.native.compiled import is_supported
+from megatron_runtime.layers.native.examination import sum_and_finiteness
+from megatron_runtime.layers.native.linear import NativeLinear
+from megatron_runtime.layers.native.packing import pack
+from megatron_runtime.layers.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
+
+pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
+
+
+def stored(kind: int, rows: int = 7, seed: int = 0) -> QuantizedTensor:
+    """Random integers with scales below one."""
+    values, size = BLOCK_SIZES[kind]
+    blocks = np.random.default_rng(seed).integers(0, 256, (rows, 3, size), dtype=np.uint8)
+    scales = SCALES[kind]
+    halves = np.random.default_rng(seed + 1).random((rows, 3, (scales.stop - scales.start) // 2)).astype(np.float16)
+    blocks[..., scales] = halves.view(np.uint8)
+    return QuantizedTensor(kind, (rows, 3 * values), torch.from_numpy(blocks.reshape(rows, -1)))
+
+
+@pytest.mark.parametrize("kind", SCALES)
+def test_blocks_have_the_sum_that_torch_finds(kind: int) -> None:
+    weight = stored(kind)
+    flat = weight.blocks_NB.reshape(-1)
+    whole = flat[: len(flat) // 8 * 8].clone().view(torch.int64)
+    assert sum_and_finiteness(weight) == (int(whole.sum()), True)
+
+
+@pytest.mark.parametrize("kind", SCALES)
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_every_scale_that_is_not_finite_is_found(kind: int, value: float) -> None:
+    size = BLOCK_SIZES[kind][1]
+    for block in (0, 10, 20):
+        for at in range(SCALES[kind].start, SCALES[kind].stop, 2):
+            weight = stored(kind)
+            weight.blocks_NB.view(-1)[block * size + at :][:2] = torch.from_numpy(
+                np.array([value], dtype=np.float16).view(np.uint8)
+            )
+            assert not weight.is_finite()
+            found = sum_and_finiteness(weight)
+            assert found is not None
+            assert not found[1]
+
+
+def test_rows_that_lie_apart_are_left_to_torch() -> None:
+    assert sum_and_finiteness(stored(Q4_0).columns(slice(0, 32))) is None
+
+
+@pytest.mark.parametrize("format", ["float32", "bfloat16", "int4"])
+@pytest.mark.parametrize("kind", [Q4_0, Q4_1, Q8_0])
+def test_several_are_packed_as_one(kind: int, format: str) -> None:
+    parts = [stored(kind, rows, seed=rows) for rows in (48, 16, 32)]
+    together = pack(parts, format)
+    assert (together.outputs, together.inputs) == (96, 96)
+    assert torch.equal(NativeLinear(together).dense(), NativeLinear(pack(concatenate(parts), format)).dense())
