@@ -263,7 +263,7 @@ async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None
     assert reply.status_code == 200
     second = "Bearer second-ключ".encode()
     assert (await running.http.get("/v1/models", headers={b"Authorization": second})).status_code == 200
-    for path in ("/tokenize", "/detokenize", "/completions"):
+    for path in ("/tokenize", "/detokenize", "/completions", "/start_profile", "/v1/stop_profile"):
         assert (await running.http.post(path, content=b"{}")).status_code == 401
 
 
