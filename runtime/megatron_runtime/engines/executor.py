@@ -59,7 +59,9 @@ class NoCudaProfilerError(RuntimeError):
     """This executor runs on no GPU."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(f"{where} has no CUDA profiler: profile an engine on a GPU, or this process from outside (perf)")
+        super().__init__(
+            f"{where} has no CUDA profiler: use an engine on a GPU, or profile this process from outside (perf)"
+        )
 
 
 class Executor(Protocol):

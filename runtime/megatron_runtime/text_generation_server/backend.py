@@ -38,7 +38,7 @@ class Backend(Protocol):
         """Submit; the stream gives tokens as they are generated."""
 
     def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:
-        """Begin the profiled range of every engine. The future raises ControlRefusedError, CoordinatorUnreachableError."""
+        """Begin the profiled range of every engine; ControlRefusedError and CoordinatorUnreachableError may come of it."""
 
     def stop_cuda_profiler(self) -> asyncio.Future[ControlAck]:
         """End it, in the same way."""

@@ -225,7 +225,7 @@ async def test_an_engine_that_cannot_be_profiled_is_named_and_serves_on(stage, c
     good = await stage.engine("good")
     bad = await stage.engine("bad", **{how: {H.START_CUDA_PROFILER}})
     link, client = await stage.admin(), await stage.client()
-    with pytest.raises(ControlRefusedError, match="not every engine succeeded: bad: [^;]*$") as refused:
+    with pytest.raises(ControlRefusedError, match=r"not every engine succeeded: bad: [^;]*$") as refused:
         await control(link, H.START_CUDA_PROFILER, timeout_seconds=0.3)
     assert refused.value.code == ErrorCode.ENGINE_FAILED
     assert refused.value.ack is not None

@@ -238,7 +238,7 @@ async def test_a_profile_is_begun_and_ended_on_every_engine(start_stack: StartSt
 
 @pytest.mark.parametrize(
     ("single_port", "status", "told"),
-    [(True, 500, "engine-0: START_CUDA_PROFILER failed: the echo executor has no CUDA profiler"), (False, 403, "admin")],
+    [(True, 500, "engine-0: START_CUDA_PROFILER failed: the echo executor has no CUDA"), (False, 403, "admin")],
 )
 async def test_who_cannot_or_may_not_profile_is_told_why(
     start_stack: StartStack, single_port: bool, status: int, told: str
