@@ -38,7 +38,7 @@ class Backend(Protocol):
         """Submit; the stream gives tokens as they are generated."""
 
     def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:
-        """Begin the profiled range of every engine; ControlRefusedError and CoordinatorUnreachableError may come of it."""
+        """Begin the profiled range of every engine. Fails with ControlRefusedError or CoordinatorUnreachableError."""
 
     def stop_cuda_profiler(self) -> asyncio.Future[ControlAck]:
         """End it, in the same way."""
