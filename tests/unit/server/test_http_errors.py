@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.inference_client import ModelChangedError, RequestRejectedError
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -128,6 +128,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1 << 80], "token id"),
     (None, "a string, a list"),
     ({"a": 1}, "a string, a list"),
+    (["x"] * 1025, "1 to 1024"),
 ]
 
 
@@ -138,6 +139,15 @@ async def test_bad_prompt_is_refused(running: Any, subtests: pytest.Subtests) ->
             assert reply.status_code == 400, reply.text
             assert error_of(reply)["param"] == "prompt"
             assert phrase in error_of(reply)["message"]
+
+
+async def test_what_is_not_offered_passes_only_as_nothing(running: Any) -> None:
+    body = {"model": "smollm2", "prompt": "x", "temperature": 0}
+    for fields in ({"best_of": 1}, {"best_of": None}, {"suffix": ""}):
+        assert (await running.post("/v1/completions", {**body, **fields})).status_code == 200
+    for field, value in (("best_of", 2), ("best_of", True), ("suffix", "end")):
+        reply = await running.post("/v1/completions", {**body, field: value})
+        assert (reply.status_code, error_of(reply)["param"]) == (400, field)
 
 
 async def test_body_that_is_no_request_is_refused(running: Any) -> None:
@@ -223,8 +233,33 @@ async def test_failure_of_the_engine_is_told(running: Any) -> None:
     reply = await running.chat()
     assert reply.status_code == 400
     assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
-    running.backend.failure = {"type": "EngineError", "message": "lost", "code": None}
-    assert (await running.chat()).status_code == 500
+    for code in (None, 7, "503"):
+        running.backend.failure = {"type": "EngineError", "message": "lost", "code": code}
+        assert (await running.chat()).status_code == 500
+    for code in (429, 503):
+        running.backend.failure = {"type": "Busy", "message": "later", "code": code}
+        reply = await running.chat()
+        assert (reply.status_code, reply.headers["retry-after"]) == (code, "1")
+
+
+async def test_a_fault_of_the_server_is_an_answer_that_tells_no_secrets(running: Any, monkeypatch: Any) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(running.backend, "add_request", fail)
+    reply = await running.chat()
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+    assert "secret" not in reply.text
+    monkeypatch.undo()
+    assert (await running.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_for_a_model_that_is_gone_says_so(running: Any, stream: bool) -> None:
+    running.backend.reject = ModelChangedError(409, "the engines run another model")
+    reply = await running.chat(stream=stream)
+    assert reply.status_code == 409
+    assert (error_of(reply)["code"], error_of(reply)["type"]) == ("model_changed", "conflict_error")
 
 
 async def test_failure_in_mid_stream_is_an_event(running: Any) -> None:
@@ -258,6 +293,7 @@ async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None
     for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
         reply = await running.http.get("/v1/models", headers=header)
         assert (reply.status_code, error_of(reply)["code"]) == (401, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
         assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
     reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
     assert reply.status_code == 200
