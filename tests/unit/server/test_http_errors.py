@@ -26,6 +26,8 @@ def error_of(reply: Any) -> dict[str, Any]:
     return body["error"]
 
 
+ABORTED = {"finish_reason": "abort"}
+
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
@@ -233,6 +235,8 @@ async def test_failure_of_the_engine_is_told(running: Any) -> None:
     reply = await running.chat()
     assert reply.status_code == 400
     assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
+    running.backend.failure["code"] = None
+    assert (await running.chat()).status_code == 400
     for code in (None, 7, "503"):
         running.backend.failure = {"type": "EngineError", "message": "lost", "code": code}
         assert (await running.chat()).status_code == 500
@@ -252,6 +256,37 @@ async def test_a_fault_of_the_server_is_an_answer_that_tells_no_secrets(running:
     assert "secret" not in reply.text
     monkeypatch.undo()
     assert (await running.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_choice_that_fails_aborts_the_others(running: Any, monkeypatch: Any, stream: bool) -> None:
+    running.backend.gate.clear()
+    running.backend.free_tokens = 0
+    name = "add_request_streaming" if stream else "add_request"
+    accept, asked = getattr(running.backend, name), itertools.count()
+
+    def refuse_the_third(*arguments: Any) -> Any:
+        if next(asked) == 2:
+            raise RequestRejectedError(429, "the queue is full", 1.0)
+        return accept(*arguments)
+
+    monkeypatch.setattr(running.backend, name, refuse_the_third)
+    assert (await running.chat(n=3, stream=stream)).status_code == 429
+    await running.backend.until(open_requests=0)
+    assert running.backend.aborted == len(running.backend.requests)
+
+
+async def test_an_answer_that_ended_early_is_an_error(running: Any, monkeypatch: Any) -> None:
+    whole = running.backend._reply
+    monkeypatch.setattr(running.backend, "_reply", lambda *args, **named: {**whole(*args, **named), **ABORTED})
+    reply = await running.chat()
+    assert (reply.status_code, error_of(reply)["code"], reply.headers["retry-after"]) == (503, "abort", "1")
+
+
+async def test_prompts_times_choices_are_bounded(running: Any) -> None:
+    reply = await running.post("/v1/completions", {"model": "smollm2", "prompt": ["x"] * 9, "n": 128})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "n")
+    assert running.backend.requests == []
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -290,10 +325,12 @@ async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None
     file.write_text("# of the team\nfirst\n\nsecond-ключ\n")
     running = await start(api_keys_file=file)
     assert (await running.http.get("/readyz")).status_code == 200
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
+    comment = {"Authorization": "Bearer # of the team"}
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, comment):
         reply = await running.http.get("/v1/models", headers=header)
         assert (reply.status_code, error_of(reply)["code"]) == (401, "invalid_api_key")
         assert reply.headers["www-authenticate"] == "Bearer"
+        assert (await running.http.get("/v1/models/smollm2", headers=header)).status_code == 401
         assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
     reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
     assert reply.status_code == 200

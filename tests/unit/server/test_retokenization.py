@@ -106,6 +106,9 @@ async def test_log_probs_that_a_failover_left_incomplete_are_not_carried(running
     assert "generation_log_probs" not in carried
     told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
     assert len(told) == len(carried["generation_token_ids"]) - 1
+    lacking = await running.chat(logprobs=True)
+    assert lacking.status_code == 500
+    assert "lacks log-probabilities" in lacking.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
