@@ -56,3 +56,15 @@ class EngineVerbs(ABC):
     def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
         """Give no more work to `engine` (None: to all); confirmed when it has nothing in flight."""
         return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
+
+    def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Have every rank begin its profiled range (cudaProfilerStart), in any state. Nsight Systems records it when it
+        runs the engines with `--capture-range=cudaProfilerApi`; without a profiler around them nothing is recorded.
+
+        ENGINE_FAILED, naming them, when some engine has no GPU; it serves on.
+        """
+        return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
+
+    def stop_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Have every rank end its profiled range (cudaProfilerStop)."""
+        return self._send_signal_to_engines(Header.STOP_CUDA_PROFILER, **options)

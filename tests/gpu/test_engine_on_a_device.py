@@ -20,3 +20,12 @@ def test_answers_are_those_of_the_processor(mode, graph_rows):
     expected = answers(engine_on(Processor(), mode))
     assert answers(engine_on(device, mode)) == expected
     assert answers(engine_on(device, mode), suspend_after=6) == expected
+
+
+def test_a_profiled_range_begins_and_ends_and_changes_no_answer():
+    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=4)
+    engine = engine_on(device, KVCacheManagementMode.PERSIST)
+    engine.executor.profile(True)
+    profiled = answers(engine)
+    engine.executor.profile(False)
+    assert profiled == answers(engine_on(device, KVCacheManagementMode.PERSIST))

@@ -34,19 +34,22 @@ class FrontEnd:
         model_name: str,
         max_sequence_length: int,
     ) -> None:
-        self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)
         settings = ServerSettings(
             coordinator=coordinator,
             model=tokenizer_reference or model_name,
             model_name=model_name,
             host=config.host,
-            port=self.port,
             tool_call_parser=config.parsers[0] if config.parsers else "auto",
             max_sequence_length=max_sequence_length,
             drain_seconds=DRAIN_SECONDS,
         )
         self._client = InferenceClient(coordinator, deserialize=False)
-        self._app = create_app(settings, backend=self._client, tokenizer=tokenizer)
+        try:
+            self._app = create_app(settings, backend=self._client, tokenizer=tokenizer)
+            self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)
+        except BaseException:
+            self._client.stop()
+            raise
         self._http = http_server(self._app, access_log=config.verbose)
         self._serving: asyncio.Task[None] | None = None
         others = config.frontend_replicas - 1 if tokenizer_reference is not None else 0

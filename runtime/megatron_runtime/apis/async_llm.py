@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
 from typing import Any, Self
 
 from megatron_runtime.apis._llm_base import _MegatronLLMBase
@@ -50,12 +51,14 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[GenerationChunk]:
         """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
-        [single], is_batch, params = self._prepare(prompt, sampling_params, None)
+        listed, is_batch, params = self._prepare(prompt, sampling_params, None)
         if is_batch:
             raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        [single] = listed
         if not self._use_coordinator:
-            async for piece in self._stream_directly(single, params):
-                yield piece
+            async with aclosing(self._stream_directly(single, params)) as pieces:
+                async for piece in pieces:
+                    yield piece
             return
         manager = self._manager()
         chunks = self._stream_impl(single, params)
@@ -65,7 +68,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         finally:
             await manager.run_async(chunks.aclose())
 
-    async def _stream_directly(self, prompt: Prompt, params: SamplingParams) -> AsyncIterator[GenerationChunk]:
+    async def _stream_directly(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[GenerationChunk]:
         [tokens] = await asyncio.to_thread(self._tokenize, [prompt], params)
         controller = self._engine.controller
         reader = ChunkReader(prompt=prompt, prompt_tokens=tokens, sampling_params=params, text=controller)

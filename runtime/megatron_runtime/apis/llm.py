@@ -44,9 +44,10 @@ class MegatronLLM(_MegatronLLMBase):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[GenerationChunk]:
         """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
-        [single], is_batch, params = self._prepare(prompt, sampling_params, None)
+        listed, is_batch, params = self._prepare(prompt, sampling_params, None)
         if is_batch:
             raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        [single] = listed
         if not self._use_coordinator:
             controller = self._engine.controller
             [tokens] = self._tokenize([single], params)

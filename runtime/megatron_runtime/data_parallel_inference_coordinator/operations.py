@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_runtime.data_parallel_inference_coordinator.clock import Timer
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
-from megatron_runtime.wire.headers import ErrorCode, Header
+from megatron_runtime.wire.headers import PROFILER, ErrorCode, Header
 from megatron_runtime.wire.messages import Control, ControlAck, EngineOutcome, Frames, Operation, pack
 from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
 
@@ -19,6 +19,7 @@ LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
     Header.DRAIN: frozenset({_S.RUNNING}),
     Header.SET_GENERATION_EPOCH: frozenset({_S.RUNNING, _S.PAUSED, _S.SUSPENDED}),
     Header.UPDATE_WEIGHTS: frozenset({_S.RUNNING, _S.PAUSED}),
+    **{kind: frozenset({_S.RUNNING, _S.PAUSED, _S.SUSPENDED}) for kind in PROFILER},
 }
 """Where each control message is accepted; what stands in no row is refused."""
 
@@ -34,6 +35,7 @@ class PendingOperation:
 
     askers:  who gets the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
+    refused: engines that did not do it and serve on all the same; the operation has then failed.
     """
 
     control: Control
@@ -44,6 +46,7 @@ class PendingOperation:
     succeeded: list[Engine] = field(default_factory=list)
     outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
     evicted: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
     total_ranks: int = 0
     timer: Timer | None = None
 

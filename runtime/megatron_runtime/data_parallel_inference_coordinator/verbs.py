@@ -18,7 +18,7 @@ from megatron_runtime.data_parallel_inference_coordinator.operations import (
 )
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
-from megatron_runtime.wire.headers import SIGNALS, ErrorCode, Header
+from megatron_runtime.wire.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit, EngineOutcome, Frames, Operation
 from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
 
@@ -264,6 +264,9 @@ class Verbs:
     def _fail_engine(self, operation: PendingOperation, engine: Engine, reason: str) -> None:
         del operation.waiting[engine.name]
         operation.outcomes[engine.name] = EngineOutcome(ok=False, error=reason)
+        if operation.control.kind in PROFILER:
+            operation.refused.append(engine.name)
+            return
         operation.evicted.append(engine.name)
         self._surroundings.evict(engine, reason)
 
@@ -284,9 +287,11 @@ class Verbs:
     def _finish_if_complete(self, operation: PendingOperation) -> None:
         if operation.waiting or self.current is not operation:
             return
-        if operation.asked and not operation.succeeded:
-            details = "; ".join(f"{name}: {outcome.error}" for name, outcome in operation.outcomes.items())
-            self._fail(operation, ErrorCode.ENGINE_FAILED, f"no engine succeeded: {details}")
+        if operation.refused or (operation.asked and not operation.succeeded):
+            failures = {name: outcome.error for name, outcome in operation.outcomes.items() if not outcome.ok}
+            details = "; ".join(f"{name}: {error}" for name, error in failures.items())
+            who = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
+            self._fail(operation, ErrorCode.ENGINE_FAILED, f"{who}: {details}")
         else:
             self._commit(operation)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines.executor import StepPlan
+from megatron_runtime.engines.executor import NoCudaProfilerError, StepPlan
 from megatron_runtime.engines.kv_pool import KVPool
 from megatron_runtime.engines.memory import require_memory
 from megatron_runtime.layers.cpu import Numbers, select_numbers
@@ -89,6 +89,9 @@ class Device(Protocol):
 
     def return_freed_memory(self) -> None:
         """To whom else may use it."""
+
+    def profile(self, active: bool) -> None:
+        """See Executor."""
 
 
 def select_device(
@@ -210,3 +213,6 @@ class Processor:
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)
+
+    def profile(self, active: bool) -> None:
+        raise NoCudaProfilerError("a processor")

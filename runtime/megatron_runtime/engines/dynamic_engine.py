@@ -141,8 +141,10 @@ class DynamicInferenceEngine(EngineInProgram):
         if interval and self._totals.steps % interval == 0:
             logger.info("step %d: %s", self._totals.steps, self.stats())
 
-    def _end(self, request: OpenRequest, reason: FinishReason, tokens: list[int]) -> RequestOutput:
-        """The last output of `request`, which is open no longer."""
+    def _end(
+        self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
+    ) -> RequestOutput:
+        """The last output of `request`, which is open no longer. `newest` is the last of all its tokens."""
         self._scheduler.remove(request)
         request.note(Event.FAIL if reason == "error" else Event.FINISH)
         return RequestOutput(
@@ -151,6 +153,7 @@ class DynamicInferenceEngine(EngineInProgram):
             request.prompt_length,
             finish_reason=reason,
             num_cached_tokens=request.num_cached_tokens,
+            stop_token=newest if reason == "stop" and newest in request.stop_ids else None,
             summary=request.summary(self._clock()),
         )
 
@@ -168,9 +171,10 @@ class DynamicInferenceEngine(EngineInProgram):
         outputs = []
         for request in self._continued:
             if self._scheduler.open.get(request.request_id) is request:
-                reason = self._finish_reason(request, int(request.tokens[-1]), len(request.tokens))
+                newest = int(request.tokens[-1])
+                reason = self._finish_reason(request, newest, len(request.tokens))
                 if reason is not None:
-                    outputs.append(self._end(request, reason, []))
+                    outputs.append(self._end(request, reason, [], newest=newest))
         self._continued.clear()
         return outputs
 
@@ -250,7 +254,7 @@ class DynamicInferenceEngine(EngineInProgram):
                 if request.params.stop_words:  # the output stage may find that it ends here
                     output.summary = request.summary(now)
             else:
-                output = self._end(request, reason, [token])
+                output = self._end(request, reason, [token], newest=token)
             if reason == "error" and request.grammar is not None:
                 output.error = f"structured output ended at its limits: {request.grammar.failure}"
             if request.params.wants_log_probs:

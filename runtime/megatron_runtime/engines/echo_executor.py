@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.engines.executor import Int64, StepPlan, StepResult
+from megatron_runtime.engines.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.engines.faults import FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
 from megatron_runtime.sampling.log_probs import LogProbs
@@ -116,6 +116,9 @@ class EchoExecutor:
 
     def drop_staged(self) -> None:
         self._staged = None
+
+    def profile(self, active: bool) -> None:
+        raise NoCudaProfilerError("the echo executor")
 
     def _pages(self) -> np.ndarray:
         assert self._cache is not None

@@ -36,6 +36,7 @@ class EnginePart:
             "stage_weights": executor.stage_weights,
             "swap_weights": lambda _: self._swap_weights(),
             "drop_staged": lambda _: executor.drop_staged(),
+            "profile": executor.profile,
             "confirm": lambda _: None,
         }
 

@@ -65,6 +65,7 @@ class RequestOutput:
 
     new_log_probs, new_top_n_logprobs: of each new token, and the likeliest (id, log-probability) there.
     prompt_log_probs, prompt_top_n_logprobs: of each prompt token but the first; with the first new token.
+    stop_token: the token that ended it, the last of all, where one did.
     error, error_code: why, where the reason is "error".
     summary: on the last output, and on every one of a request that a stop text may end.
     """
@@ -78,6 +79,7 @@ class RequestOutput:
     new_top_n_logprobs: list[TopLogProbs] | None = None
     prompt_log_probs: list[float] | None = None
     prompt_top_n_logprobs: list[TopLogProbs] | None = None
+    stop_token: int | None = None
     error: str | None = None
     error_code: ErrorCode = ErrorCode.ENGINE_FAILED
     summary: RequestSummary | None = None

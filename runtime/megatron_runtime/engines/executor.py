@@ -55,6 +55,15 @@ class StepResult:
     prompt_log_probs: Mapping[int, LogProbs] = field(default_factory=dict)
 
 
+class NoCudaProfilerError(RuntimeError):
+    """This executor runs on no GPU."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(
+            f"{where} has no CUDA profiler: use an engine on a GPU, or profile this process from outside (perf)"
+        )
+
+
 class Executor(Protocol):
     """Runs steps. Sizes are known before load(), from the model's metadata and the memory given.
 
@@ -104,5 +113,8 @@ class Executor(Protocol):
 
     def drop_staged(self) -> None:
         """Forget what was staged, if anything."""
+
+    def profile(self, active: bool) -> None:
+        """Begin, or end, the range that a CUDA profiler around this process records. Raises NoCudaProfilerError."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...

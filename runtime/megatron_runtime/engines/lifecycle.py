@@ -15,7 +15,7 @@ from megatron_runtime.engines.dynamic_engine import SUSPEND_TAGS
 from megatron_runtime.engines.engine_thread import EngineThread
 from megatron_runtime.engines.executor import Executor
 from megatron_runtime.engines.state_events import StateEvents
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.headers import PROFILER, Header
 from megatron_runtime.wire.messages import Control, ControlAck, ControlCommit
 from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
 
@@ -40,6 +40,7 @@ LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
     Header.RESUME: frozenset({_S.SUSPENDED}),
     Header.STOP: frozenset({_S.PAUSED, _S.SUSPENDED}),
     Header.UPDATE_WEIGHTS: frozenset({_S.RUNNING, _S.PAUSED}),
+    **{kind: frozenset(_S) for kind in PROFILER},
 }
 
 PATHS: dict[tuple[EngineState, CoordinatorState], tuple[Header, ...]] = {
@@ -100,6 +101,8 @@ class Lifecycle:
             Header.SUSPEND: self._suspend,
             Header.RESUME: lambda _control: self._resume(),
             Header.UPDATE_WEIGHTS: self._stage,
+            Header.START_CUDA_PROFILER: lambda _control: thread.call(lambda engine: engine.executor.profile(True)),
+            Header.STOP_CUDA_PROFILER: lambda _control: thread.call(lambda engine: engine.executor.profile(False)),
         }
         self._undo: dict[Header, Callable[[], Awaitable[None]]] = {
             Header.PAUSE: thread.unpause,

@@ -263,6 +263,8 @@ class OutputStage:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
             reply["generated_text"] = request.matcher.text[: found.end + keep]
             reply["stop_reason"] = found.text
+        elif output.stop_token is not None:
+            reply["stop_reason"] = output.stop_token
         if request.details is not None:
             reply.update(request.details.of_final())
         if failed:

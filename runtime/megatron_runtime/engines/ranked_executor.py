@@ -112,6 +112,9 @@ class RankedExecutor:
     def drop_staged(self) -> None:
         self._everywhere("drop_staged", None)
 
+    def profile(self, active: bool) -> None:
+        self._everywhere("profile", active)
+
     def execute(self, plan: StepPlan) -> StepResult:
         return self._run(plan, Kind.STEP)
 

@@ -126,6 +126,9 @@ class TorchExecutor:
     def drop_staged(self) -> None:
         self._store.drop_staged()
 
+    def profile(self, active: bool) -> None:
+        self._device.profile(active)
+
     def execute(self, plan: StepPlan) -> StepResult:
         cache_LPXE = self._pool.cache_LPXE
         if cache_LPXE is None or not self.has_weights:

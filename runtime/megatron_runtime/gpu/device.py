@@ -7,6 +7,7 @@ import gc
 import torch
 
 from megatron_kernels.registry import KernelConfig, Kernels, select_kernels
+from megatron_runtime.engines.executor import NoCudaProfilerError
 from megatron_runtime.engines.memory import require_memory
 from megatron_runtime.gpu.decoder import KernelDecoder
 from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
@@ -123,6 +124,15 @@ class CudaDevice:
         gc.collect()
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def profile(self, active: bool) -> None:
+        if self._device.type != "cuda":
+            raise NoCudaProfilerError("a processor")
+        torch.cuda.synchronize(self._device)  # what runs already is on its side of the border
+        if active:
+            torch.cuda.profiler.start()
+        else:
+            torch.cuda.profiler.stop()
 
     def _kernels(self) -> Kernels:
         return select_kernels(self._config, self._device)

@@ -22,6 +22,7 @@ from megatron_runtime.text_generation_server.console import add_console
 from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.text_generation_server.middleware import ObserveMiddleware
+from megatron_runtime.text_generation_server.profile import start_profile, stop_profile
 from megatron_runtime.text_generation_server.schema import (
     ChatRequest,
     CompletionRequest,
@@ -67,7 +68,9 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
         ("tokenize", tokenize, TokenizeRequest),
         ("detokenize", detokenize, DetokenizeRequest),
     ):
-        _add_json_route(app, service, path=path, handler=handler, body=body)
+        _add_post_route(app, service, path=path, handler=handler, body=body)
+    for path, handler in (("start_profile", start_profile), ("stop_profile", stop_profile)):
+        _add_post_route(app, service, path=path, handler=handler, body=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
@@ -136,12 +139,17 @@ def _add_models(app: FastAPI, service: Service) -> None:
     app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
 
 
-def _add_json_route(app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel]) -> None:
+def _add_post_route(
+    app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel] | None
+) -> None:
     async def endpoint(request: Request) -> Response:
         _authorize(service, request)
         return await handler(service, request)
 
-    schema = {"requestBody": {"content": {"application/json": {"schema": body.model_json_schema()}}, "required": True}}
+    schema: dict[str, Any] = {}
+    if body is not None:
+        content = {"application/json": {"schema": body.model_json_schema()}}
+        schema = {"requestBody": {"content": content, "required": True}}
     for prefix in ("/v1/", "/"):
         app.add_api_route(
             prefix + path,

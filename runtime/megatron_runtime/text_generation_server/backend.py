@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol
 
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire.messages import ControlAck
 
 
 class TokenStream(Protocol):
@@ -35,3 +36,9 @@ class Backend(Protocol):
 
     def add_request_streaming(self, prompt: list[int], sampling_params: SamplingParams) -> TokenStream:
         """Submit; the stream gives tokens as they are generated."""
+
+    def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:
+        """Begin the profiled range of every engine. Fails with ControlRefusedError or CoordinatorUnreachableError."""
+
+    def stop_cuda_profiler(self) -> asyncio.Future[ControlAck]:
+        """End it, in the same way."""

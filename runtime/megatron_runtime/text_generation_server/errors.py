@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 TYPE_OF_STATUS = {
     400: "invalid_request_error",
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
     409: "conflict_error",

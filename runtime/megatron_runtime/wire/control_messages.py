@@ -96,7 +96,8 @@ class Heartbeat(ControlMessage):
 
 
 class Control(ControlMessage):
-    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS or DRAIN.
+    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, DRAIN,
+    START_CUDA_PROFILER or STOP_CUDA_PROFILER.
 
     The same operation id never acts twice: it joins the running operation or gets the answer given before.
     """

@@ -26,6 +26,8 @@ class Header(IntEnum):
     RESUME = 43
     SET_GENERATION_EPOCH = 44
     STOP = 45
+    START_CUDA_PROFILER = 46
+    STOP_CUDA_PROFILER = 47
     DISCONNECT = 60
     SHUTDOWN = 61
     TP_BROADCAST = 80
@@ -50,7 +52,10 @@ class Header(IntEnum):
 SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME, Header.STOP})
 """Control messages that move the state machine and carry no argument of their own."""
 
-CONTROLS = SIGNALS | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.DRAIN}
+PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
+"""Control messages that change no state: an engine that cannot follow them serves as well as before."""
+
+CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.DRAIN}
 """All control messages: answered by one CONTROL_ACK per operation id."""
 
 

@@ -83,6 +83,8 @@ VECTORS: dict[str, Vector] = {
     "RESUME": _control(Header.RESUME),
     "SET_GENERATION_EPOCH": _control(Header.SET_GENERATION_EPOCH, epoch=7),
     "STOP": _control(Header.STOP),
+    "START_CUDA_PROFILER": _control(Header.START_CUDA_PROFILER),
+    "STOP_CUDA_PROFILER": _control(Header.STOP_CUDA_PROFILER),
     "DISCONNECT": Disconnect(reason="SIGTERM"),
     "SHUTDOWN": _PlainFrames(Header.SHUTDOWN),
     "TP_BROADCAST": _PlainFrames(Header.TP_BROADCAST, [b"\x91\x28"]),

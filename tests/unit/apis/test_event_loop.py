@@ -2,6 +2,8 @@
 
 import asyncio
 import concurrent.futures
+import inspect
+import signal
 import threading
 import types
 from collections.abc import Iterator
@@ -57,6 +59,37 @@ def test_submit_gives_a_future_and_run_sync_its_result(manager) -> None:
 
     with pytest.raises(LookupError, match="told to"):
         manager.run_sync(fail())
+
+
+def test_a_coroutine_that_is_refused_is_closed(manager) -> None:
+    manager.stop()
+    refused = where()
+    with pytest.raises(RuntimeError, match="call start"):
+        manager.submit(refused)
+    assert inspect.getcoroutinestate(refused) == inspect.CORO_CLOSED
+
+
+def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager) -> None:
+    begun, cancelled = threading.Event(), threading.Event()
+
+    async def wait() -> None:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    def interrupt() -> None:
+        begun.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        manager.run_sync(wait())
+    thread.join()
+    assert cancelled.wait(20)
 
 
 def test_run_sync_on_its_own_loop_is_an_error_and_no_deadlock(manager) -> None:

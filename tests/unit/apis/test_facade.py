@@ -9,6 +9,7 @@ import pytest
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase
+from megatron_runtime.apis._pipeline import default_config
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
@@ -55,6 +56,11 @@ class TestConstruction:
         config = InferenceConfig(num_speculative_tokens=2, buffer_size_gb=0.02)
         with pytest.raises(ValueError, match="num_speculative_tokens=2"):
             MegatronLLM(**{**options, "inference_config": config})
+
+    @pytest.mark.parametrize(("free_gb", "cache_gb"), [(4, 1), (1000, 20)])
+    def test_a_configuration_that_nobody_gave_fits_the_machine(self, monkeypatch, free_gb, cache_gb) -> None:
+        monkeypatch.setattr("megatron_runtime.apis._pipeline._available_bytes", lambda: free_gb << 30)
+        assert default_config().buffer_size_gb == cache_gb
 
     def test_our_own_model_is_taken_over(self, make, greedy) -> None:
         first = make()
@@ -325,6 +331,12 @@ class TestAsync:
             assert await llm.generate([]) == []
             chunks = [chunk async for chunk in llm.generate_stream([3, 2], greedy(4))]
             assert "".join(chunk.text for chunk in chunks) == expected[3].generated_text
+            with pytest.raises(TypeError, match="takes one prompt"):
+                await anext(llm.generate_stream([[3, 2], [1]], greedy(4)))
+            early = llm.generate_stream(PROMPT, greedy(200))
+            await anext(early)
+            await early.aclose()
+            assert llm._coord_runtime.client.streams == {}
             await llm.pause()
             await llm.suspend()
             await llm.resume()
@@ -356,6 +368,10 @@ class TestAsync:
             assert (await llm.generate(PROMPT, greedy())).generated_tokens == expected.generated_tokens
             chunks = [chunk async for chunk in llm.generate_stream(PROMPT, greedy())]
             assert "".join(chunk.text for chunk in chunks) == expected.generated_text
+            early = llm.generate_stream(PROMPT, greedy(200))
+            await anext(early)
+            await early.aclose()
+            assert not llm.engine.has_work
             with pytest.raises(RuntimeError, match="use_coordinator=True"):
                 await llm.pause()
             with pytest.raises(ValueError, match="use_coordinator=True"):

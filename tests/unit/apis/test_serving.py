@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import logging
 import socket
 import threading
 import time
@@ -30,7 +31,8 @@ def test_it_answers_as_generate_does_until_shutdown(make, greedy) -> None:
     expected = llm.generate(BODY["prompt"], greedy(4)).generated_text
     answer = ask(f"{llm.url}/v1/completions", BODY)
     assert answer["choices"][0]["text"] == expected
-    assert [model["id"] for model in ask(f"{llm.url}/v1/models")["data"]] == ["tiny"]
+    [model] = ask(f"{llm.url}/v1/models")["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", llm.context.max_sequence_length)
     with pytest.raises(RuntimeError, match="served already"):
         llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
     url = llm.url
@@ -64,6 +66,52 @@ async def test_a_taken_address_is_an_error_and_the_engine_lives(make_async, gree
         assert (await llm.generate([1, 2], greedy(1))).generated_length == 1
         await llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
         assert "data" in await asyncio.to_thread(ask, f"{llm.url}/v1/models")
+
+
+def test_what_the_front_end_is_told_reaches_it(make, caplog) -> None:
+    llm = make(use_coordinator=True)
+    children = {child.pid for child in psutil.Process().children()}
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(ValueError, match="there is no tool-call parser 'semaphore'") as refused:
+        llm.serve(ServeConfig(host="127.0.0.1", port=port, parsers=["semaphore"]), blocking=False)
+    assert refused.tb is not None  # keeps alive what the call left behind
+    caplog.set_level("INFO", logger="uvicorn.access")
+    access = logging.getLogger("uvicorn.access")
+    llm.serve(ServeConfig(host="127.0.0.1", port=port, verbose=True), blocking=False)
+    access.addHandler(caplog.handler)
+    try:
+        ask(f"{llm.url}/v1/models")
+    finally:
+        access.removeHandler(caplog.handler)
+    assert "GET /v1/models" in caplog.text
+    # Its tokenizer is only here: there is nothing that a replica could read.
+    assert {child.pid for child in psutil.Process().children()} == children
+
+
+def test_a_front_end_that_cannot_connect_leaves_its_port_and_may_be_started_again(make, monkeypatch) -> None:
+    llm = make(use_coordinator=True)
+
+    async def refuse(client) -> None:
+        raise TimeoutError("nobody there")
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, monkeypatch.context() as patched:
+        patched.setattr("megatron_runtime.inference_client.InferenceClient.start", refuse)
+        with pytest.raises(TimeoutError, match="nobody there"):
+            llm.serve(ServeConfig(sock=listener), blocking=False)
+        assert listener.fileno() == -1
+    assert llm.url is None
+    llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+    assert ask(f"{llm.url}/v1/models")["data"]
+
+
+def test_a_front_end_that_ended_is_no_client_any_more(make) -> None:
+    llm = make(use_coordinator=True)
+    llm.serve(ServeConfig(host="127.0.0.1", port=0), blocking=False)
+    front_end = llm._front_end
+    llm.run_sync(front_end.stop())
+    assert not front_end._client.connected
+    llm.run_sync(front_end.stop())
 
 
 def test_replicas_share_the_socket_and_end_with_it(make) -> None:

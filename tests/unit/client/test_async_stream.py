@@ -63,6 +63,22 @@ async def test_closing_cancels_once_drops_the_rest_and_wakes_the_reader(stream, 
     assert await read(stream) == []
 
 
+async def test_a_closed_stream_raises_nothing_that_came_before(stream) -> None:
+    stream.put(1)
+    stream.finish(LookupError("x"))
+    await stream.aclose()
+    assert await read(stream) == []
+
+
+async def test_who_puts_when_the_readers_loop_has_ended_is_not_disturbed() -> None:
+    ended = asyncio.new_event_loop()
+    ended.close()
+    stream = AsyncStream(0, print, loop=ended)
+    stream.put(1)
+    stream.finish()
+    assert not stream.finished
+
+
 async def test_closing_a_finished_stream_cancels_nothing(stream, cancelled) -> None:
     stream.put(1)
     stream.finish()

@@ -143,9 +143,12 @@ async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, cli
     client.say(Header.SET_GENERATION_EPOCH, 9)
     assert await theirs.hear() == [Header.SET_GENERATION_EPOCH, 9]
     await ours.until(lambda: ours.epoch == 9)
+    client.say(Header.START_CUDA_PROFILER)
+    assert await theirs.hear() == [Header.START_CUDA_PROFILER]
+    await ours.until(lambda: ours.acted[Header.START_CUDA_PROFILER])
     client.say(Header.UNPAUSE)
     assert await theirs.hear() == [Header.UNPAUSE]
-    once = {Header.PAUSE: 1, Header.SET_GENERATION_EPOCH: 1, Header.UNPAUSE: 1}
+    once = dict.fromkeys((Header.PAUSE, Header.SET_GENERATION_EPOCH, Header.START_CUDA_PROFILER, Header.UNPAUSE), 1)
     await ours.until(lambda: ours.acted == once)
     assert client.heard.empty()
 

@@ -34,8 +34,12 @@ OUTCOME = {
     (H.SET_GENERATION_EPOCH, S.SUSPENDED): S.SUSPENDED,
     (H.UPDATE_WEIGHTS, S.RUNNING): S.RUNNING,
     (H.UPDATE_WEIGHTS, S.PAUSED): S.PAUSED,
+    **{(kind, state): state for kind in (H.START_CUDA_PROFILER, H.STOP_CUDA_PROFILER) for state in PATH_TO},
 }
-KINDS = (H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH, H.UPDATE_WEIGHTS)
+KINDS = (
+    *(H.PAUSE, H.UNPAUSE, H.SUSPEND, H.RESUME, H.STOP, H.DRAIN, H.SET_GENERATION_EPOCH, H.UPDATE_WEIGHTS),
+    *(H.START_CUDA_PROFILER, H.STOP_CUDA_PROFILER),
+)
 CASES = [(kind, state) for kind in KINDS for state in PATH_TO]
 
 
@@ -213,6 +217,26 @@ async def test_an_engine_that_fails_is_evicted_and_the_others_commit(stage, cont
     await good.until(lambda: good.state is EngineState.PAUSED)
     assert bad.commits == []
     assert coordinator.verbs.state is S.PAUSED
+
+
+@pytest.mark.parametrize("how", ["failing", "mute"])
+async def test_an_engine_that_cannot_be_profiled_is_named_and_serves_on(stage, control, params, how) -> None:
+    coordinator = stage.coordinator()
+    good = await stage.engine("good")
+    bad = await stage.engine("bad", **{how: {H.START_CUDA_PROFILER}})
+    link, client = await stage.admin(), await stage.client()
+    with pytest.raises(ControlRefusedError, match=r"not every engine succeeded: bad: [^;]*$") as refused:
+        await control(link, H.START_CUDA_PROFILER, timeout_seconds=0.3)
+    assert refused.value.code == ErrorCode.ENGINE_FAILED
+    assert refused.value.ack is not None
+    assert refused.value.ack.evicted == []
+    assert refused.value.ack.engines["good"].ok
+    assert good.acted[H.START_CUDA_PROFILER] == 1
+    assert coordinator.engines.named("bad") is not None
+    await control(link, H.STOP_CUDA_PROFILER, expected_engines=2)
+    await asyncio.gather(*(client.add_request([number], params(2)) for number in range(4)))
+    assert good.dispatches
+    assert bad.dispatches
 
 
 async def test_when_no_engine_succeeds_nothing_has_changed(stage, control, params) -> None:

@@ -280,6 +280,30 @@ async def test_an_engine_that_joins_takes_the_weights_and_epoch_it_is_told(rig: 
     assert rig.tokens == echo_answer([1, 2, 3], 20, weights=echo_weights("other"))
 
 
+@pytest.mark.parametrize("state", PATH_TO)
+async def test_a_profiler_is_started_and_stopped_in_every_state(rig: Rig, state: EngineState) -> None:
+    await rig.reach(state)
+    asked: list[bool] = []
+    rig.executor.profile = asked.append  # type: ignore[method-assign]
+    for kind in (Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER):
+        assert await rig.signal(kind, kind.name)
+        assert await rig.signal(kind, kind.name)
+        assert rig.lifecycle.state is state
+    assert asked == [True, False]
+
+
+async def test_an_engine_on_no_gpu_refuses_to_be_profiled_and_goes_on(rig: Rig) -> None:
+    await rig.submit(400)
+    await rig.reach(EngineState.RUNNING)
+    ack = await rig.lifecycle.handle(Control(kind=Header.START_CUDA_PROFILER, operation_id="op"))
+    assert not ack.ok
+    assert "echo executor has no CUDA profiler" in (ack.error or "")
+    assert rig.lifecycle.state is EngineState.RUNNING
+    while await rig.thread.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 400)
+
+
 @pytest.mark.parametrize("tags", [("weights",), ("kv_cache",), ("weights", "kv_cache"), None])
 async def test_a_suspend_gives_back_what_it_is_told(rig: Rig, tags: tuple[str, ...] | None) -> None:
     engine = rig.engine

@@ -92,6 +92,15 @@ def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_fir
     assert not any(stop in answer for stop in stops)
 
 
+def test_the_token_that_ended_an_answer_is_named() -> None:
+    stage = Stage(SamplingParams(stop_words=["x"]))
+    stage.stage.step([RequestOutput(1, [97], 3)])
+    stage.stage.step([RequestOutput(1, [98], 3, "stop", stop_token=98)])
+    assert stage.final is not None
+    assert (stage.final["finish_reason"], stage.final["stop_reason"]) == ("stop", 98)
+    assert "generated_text" not in stage.final
+
+
 def test_a_stop_text_ends_the_request_in_the_engine_too() -> None:
     stage = Stage(SamplingParams(stop_words=["b"]))
     stage.run(b"aab..")

@@ -113,9 +113,17 @@ def test_a_stop_token_ends_a_request_and_counts_from_min_tokens_on() -> None:
     while engine.has_work:
         for output in engine.step():
             answers[output.request_id] += output.new_tokens
-            reasons[output.request_id] = output.finish_reason
+            reasons[output.request_id] = output.finish_reason, output.stop_token
     assert answers == {0: answer[:3], 1: answer, 2: answer[:3]}
-    assert reasons == {0: "stop", 1: "length", 2: "stop"}
+    assert reasons == {0: ("stop", answer[2]), 1: ("length", None), 2: ("stop", answer[2])}
+
+
+def test_an_answer_that_came_with_the_token_that_ends_it_says_which() -> None:
+    answer = echo_answer([3, 4], 3)
+    engine = make_engine()
+    engine.add_request(request(0, [3, 4], 10, generated=answer, stop_token_ids=[answer[2]]))
+    [output] = engine.step()
+    assert (output.finish_reason, output.stop_token, output.new_tokens) == ("stop", answer[2], [])
 
 
 def test_what_can_never_fit_is_refused_with_the_remedy() -> None:

@@ -11,6 +11,7 @@ from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
 from bench.gpu_kernels import Ceilings
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engines.device import Processor
+from megatron_runtime.engines.executor import NoCudaProfilerError
 from megatron_runtime.gpu.device import CudaDevice
 
 
@@ -21,6 +22,23 @@ def test_answers_are_those_of_the_processor(mode):
     assert all(len(tokens) == 12 for tokens in expected.values())
     assert answers(engine_on(device, mode)) == expected
     assert answers(engine_on(device, mode), suspend_after=6) == expected
+
+
+def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
+    done: list[str] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
+    monkeypatch.setattr(torch.cuda.profiler, "start", lambda: done.append("start"))
+    monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: done.append("stop"))
+    device = CudaDevice(max_rows=1, max_tokens=1, graph_rows=0, device=torch.device("cuda", 1))
+    device.profile(True)
+    device.profile(False)
+    assert done == ["wait for cuda:1", "start", "wait for cuda:1", "stop"]
+
+
+@pytest.mark.parametrize("device", [Processor(), CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)])
+def test_a_processor_says_that_it_has_no_cuda_profiler(device):
+    with pytest.raises(NoCudaProfilerError, match="a processor has no CUDA profiler"):
+        engine_on(device, KVCacheManagementMode.PERSIST).executor.profile(True)
 
 
 def test_the_benchmark_measures_the_engine():

@@ -9,6 +9,7 @@ from megatron_runtime.inference_request import (
     DynamicInferenceEventType,
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
+    FinishedRequestRecord,
     InferenceRequest,
     Status,
     compute_block_hashes_batched,
@@ -25,6 +26,10 @@ class TestHashes:
         hashes = compute_block_hashes_batched(tokens, 8)
         assert hashes == block_hashes(list(range(20)), 8, form=HashForm.POLYNOMIAL)
         assert all(1 <= value <= HASH_PRIME for value in hashes)
+
+    def test_the_other_form_by_its_keyword(self) -> None:
+        hashes = compute_block_hashes_batched(torch.arange(20), 8, form=HashForm.SHA256, salt=b"tenant")
+        assert hashes == block_hashes(list(range(20)), 8, salt=b"tenant")
 
     def test_computed_only_where_wanted(self, request_factory) -> None:
         on = {"enable_prefix_caching": True, "block_size_tokens": 2}
@@ -110,24 +115,34 @@ class TestParameters:
         names = [name for name, _, _ in request.get_metadata_types()]
         assert dict(zip(names, values, strict=True))["termination_id"] == -1
         assert request.sampling_params.termination_id == -1
-        assert all(isinstance(dtype, torch.dtype) for _, dtype, _ in request.get_metadata_types())
+        places = {}
+        for (name, dtype, on_device), value in zip(request.get_metadata_types(), values, strict=True):
+            assert torch.tensor(value, dtype=dtype).item() == value
+            places[name] = on_device
+        assert {name for name, on_device in places.items() if on_device} == {"termination_id"}
+        assert set(places.values()) == {True, False}
 
 
 class TestEvents:
     def test_there_are_nine_types(self) -> None:
-        assert len(DynamicInferenceEventType) == 9
+        names = "ADD_ENGINE ADD_CONTEXT GENERATED_TOKEN PAUSE EVICT FINISH FAIL ERROR_TRANSIENT ERROR_NONTRANSIENT"
+        assert [kind.name for kind in DynamicInferenceEventType] == names.split()
 
     @pytest.mark.parametrize("kind", DynamicInferenceEventType)
     def test_payloads_are_checked(self, kind) -> None:
         wrong = None if kind.name.startswith(("GENERATED", "ERROR")) else {"token_id": 1}
         with pytest.raises(AssertionError, match=kind.name):
             DynamicInferenceEvent(kind, payload=wrong)
+        if kind is DynamicInferenceEventType.GENERATED_TOKEN:
+            with pytest.raises(AssertionError, match="want a map with token_id"):
+                DynamicInferenceEvent(kind, payload={"token": 1})
 
     def test_text_names_type_token_and_error(self, request_factory) -> None:
         request = request_factory()
         request.add_event_generated_token(42)
         request.add_event_error_transient(KeyError("x"))
         assert "GENERATED_TOKEN, token=42" in str(request.events[0])
+        assert str(DynamicInferenceEvent(DynamicInferenceEventType.PAUSE, timestamp=12.5)) == "[12.500] PAUSE"
         assert str(request.events[1]).endswith("ERROR_TRANSIENT, KeyError")
         assert request.succeeded()
 
@@ -166,6 +181,17 @@ class TestRecord:
         assert record[2].uid == record[0].uid
         assert record[2].kv_cache_epoch is None
 
+    def test_a_checkpoint_keeps_what_belongs_to_the_request(self, request_factory) -> None:
+        record = DynamicInferenceRequestRecord.from_request(
+            request_factory(generated_tokens=[4], arrival_time=7.5, stop_word_ids=[[9]], block_size_tokens=2)
+        )
+        record.increment_staleness()
+        record.checkpoint()
+        assert (record[1].arrival_time, record[1].stop_word_ids, record[1].block_size_tokens) == (7.5, [[9]], 2)
+        assert record[1].policy_staleness.tolist() == [1] * 4
+        assert record[1].kv_cache_staleness is None
+        assert record[1].prompt is None
+
     def test_a_spent_budget_is_not_continued(self, request_factory) -> None:
         record = DynamicInferenceRequestRecord.from_request(request_factory(generated_tokens=list(range(10))))
         with pytest.raises(ValueError, match="request 5 has generated all"):
@@ -186,6 +212,42 @@ class TestRecord:
         assert (merged.status, merged.policy_epoch, merged.latency) == (Status.COMPLETED, [[0, 1]], 1.5)
         assert [event.type.name for event in merged.events] == ["ADD_ENGINE", "EVICT"]
         assert (merged.request_id, merged.uid) == (record.request_id, record[0].uid)
+        assert merged.generated_length == 3
+
+    def test_merge_joins_what_was_measured_and_takes_the_end_from_the_last(self, record) -> None:
+        record[1].uid = "chatcmpl-other"
+        for number, request in enumerate(record.requests):
+            request.tpot = [float(number)]
+            request.generated_top_n_logprobs = [{"a": -float(number)}]
+            request.prompt_log_probs = [-float(number)]
+            request.kv_cache_epoch = [[0, number]]
+            request.policy_staleness = torch.tensor([number])
+            request.kv_cache_staleness = torch.tensor([number, number])
+            request.finish_reason, request.stop_reason, request.error = f"reason {number}", number, {"code": number}
+        merged = record.merge()
+        assert merged.uid == record[0].uid
+        assert merged.tpot == [0.0, 1.0]
+        assert merged.generated_top_n_logprobs == [{"a": 0.0}, {"a": -1.0}]
+        assert merged.prompt_log_probs == [0.0]
+        assert merged.kv_cache_epoch == [[0, 1]]
+        assert (merged.policy_staleness.tolist(), merged.kv_cache_staleness.tolist()) == ([1], [1, 1])
+        assert (merged.finish_reason, merged.stop_reason, merged.error) == ("reason 1", 1, {"code": 1})
+
+    def test_what_is_joined_is_a_tensor_where_all_parts_are(self, record) -> None:
+        record[0].generated_log_probs = torch.tensor([-1.0])
+        record[1].generated_log_probs = torch.tensor([-2.0])
+        assert torch.equal(record.merge().generated_log_probs, torch.tensor([-1.0, -2.0]))
+        record[1].generated_log_probs = [-2.0]
+        assert record.merge().generated_log_probs == [-1.0, -2.0]
+
+    def test_what_remains_of_a_request_says_how_stale_it_is(self, record) -> None:
+        record.stamp_epoch(4)
+        record.increment_staleness()
+        finished = FinishedRequestRecord.from_record(record)
+        assert finished.policy_epoch == [[0, 1], [5, 4]]
+        assert finished.kv_cache_epoch == [[0, 4]]
+        assert finished.policy_staleness.tolist() == finished.kv_cache_staleness.tolist() == [1] * 6
+        assert (finished.generated_length, finished.num_evictions, finished.latency) == (3, 1, 1.5)
 
     def test_one_missing_text_makes_the_whole_missing(self, record) -> None:
         record[1].generated_text = None
@@ -202,3 +264,5 @@ class TestRecord:
         record.increment_staleness(policy_only=True)
         assert record[1].policy_staleness.tolist() == [2] * 6 + [1]
         assert record[1].kv_cache_staleness.tolist() == [1] * 6
+        extended = record._update_staleness_tensor(record[1].kv_cache_staleness, 7, increment=False)
+        assert extended.tolist() == [1] * 6 + [0]

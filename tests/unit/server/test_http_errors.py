@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.inference_client import RequestRejectedError
+from megatron_runtime.inference_client import ModelChangedError, RequestRejectedError
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -25,6 +25,8 @@ def error_of(reply: Any) -> dict[str, Any]:
     assert set(body["error"]) == {"message", "type", "param", "code"}
     return body["error"]
 
+
+ABORTED = {"finish_reason": "abort"}
 
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 
@@ -128,6 +130,7 @@ BAD_PROMPTS: list[tuple[Any, str]] = [
     ([1 << 80], "token id"),
     (None, "a string, a list"),
     ({"a": 1}, "a string, a list"),
+    (["x"] * 1025, "1 to 1024"),
 ]
 
 
@@ -138,6 +141,15 @@ async def test_bad_prompt_is_refused(running: Any, subtests: pytest.Subtests) ->
             assert reply.status_code == 400, reply.text
             assert error_of(reply)["param"] == "prompt"
             assert phrase in error_of(reply)["message"]
+
+
+async def test_what_is_not_offered_passes_only_as_nothing(running: Any) -> None:
+    body = {"model": "smollm2", "prompt": "x", "temperature": 0}
+    for fields in ({"best_of": 1}, {"best_of": None}, {"suffix": ""}):
+        assert (await running.post("/v1/completions", {**body, **fields})).status_code == 200
+    for field, value in (("best_of", 2), ("best_of", True), ("suffix", "end")):
+        reply = await running.post("/v1/completions", {**body, field: value})
+        assert (reply.status_code, error_of(reply)["param"]) == (400, field)
 
 
 async def test_body_that_is_no_request_is_refused(running: Any) -> None:
@@ -223,8 +235,66 @@ async def test_failure_of_the_engine_is_told(running: Any) -> None:
     reply = await running.chat()
     assert reply.status_code == 400
     assert error_of(reply)["message"] == "This model's maximum context length was exceeded. 900 > 800"
-    running.backend.failure = {"type": "EngineError", "message": "lost", "code": None}
-    assert (await running.chat()).status_code == 500
+    running.backend.failure["code"] = None
+    assert (await running.chat()).status_code == 400
+    for code in (None, 7, "503"):
+        running.backend.failure = {"type": "EngineError", "message": "lost", "code": code}
+        assert (await running.chat()).status_code == 500
+    for code in (429, 503):
+        running.backend.failure = {"type": "Busy", "message": "later", "code": code}
+        reply = await running.chat()
+        assert (reply.status_code, reply.headers["retry-after"]) == (code, "1")
+
+
+async def test_a_fault_of_the_server_is_an_answer_that_tells_no_secrets(running: Any, monkeypatch: Any) -> None:
+    def fail(*_arguments: Any) -> None:
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(running.backend, "add_request", fail)
+    reply = await running.chat()
+    assert (reply.status_code, error_of(reply)["code"]) == (500, "internal_error")
+    assert "secret" not in reply.text
+    monkeypatch.undo()
+    assert (await running.chat()).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_one_choice_that_fails_aborts_the_others(running: Any, monkeypatch: Any, stream: bool) -> None:
+    running.backend.gate.clear()
+    running.backend.free_tokens = 0
+    name = "add_request_streaming" if stream else "add_request"
+    accept, asked = getattr(running.backend, name), itertools.count()
+
+    def refuse_the_third(*arguments: Any) -> Any:
+        if next(asked) == 2:
+            raise RequestRejectedError(429, "the queue is full", 1.0)
+        return accept(*arguments)
+
+    monkeypatch.setattr(running.backend, name, refuse_the_third)
+    assert (await running.chat(n=3, stream=stream)).status_code == 429
+    await running.backend.until(open_requests=0)
+    assert running.backend.aborted == len(running.backend.requests)
+
+
+async def test_an_answer_that_ended_early_is_an_error(running: Any, monkeypatch: Any) -> None:
+    whole = running.backend._reply
+    monkeypatch.setattr(running.backend, "_reply", lambda *args, **named: {**whole(*args, **named), **ABORTED})
+    reply = await running.chat()
+    assert (reply.status_code, error_of(reply)["code"], reply.headers["retry-after"]) == (503, "abort", "1")
+
+
+async def test_prompts_times_choices_are_bounded(running: Any) -> None:
+    reply = await running.post("/v1/completions", {"model": "smollm2", "prompt": ["x"] * 9, "n": 128})
+    assert (reply.status_code, error_of(reply)["param"]) == (400, "n")
+    assert running.backend.requests == []
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_for_a_model_that_is_gone_says_so(running: Any, stream: bool) -> None:
+    running.backend.reject = ModelChangedError(409, "the engines run another model")
+    reply = await running.chat(stream=stream)
+    assert reply.status_code == 409
+    assert (error_of(reply)["code"], error_of(reply)["type"]) == ("model_changed", "conflict_error")
 
 
 async def test_failure_in_mid_stream_is_an_event(running: Any) -> None:
@@ -255,15 +325,18 @@ async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None
     file.write_text("# of the team\nfirst\n\nsecond-ключ\n")
     running = await start(api_keys_file=file)
     assert (await running.http.get("/readyz")).status_code == 200
-    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}):
+    comment = {"Authorization": "Bearer # of the team"}
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, comment):
         reply = await running.http.get("/v1/models", headers=header)
         assert (reply.status_code, error_of(reply)["code"]) == (401, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert (await running.http.get("/v1/models/smollm2", headers=header)).status_code == 401
         assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
     reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
     assert reply.status_code == 200
     second = "Bearer second-ключ".encode()
     assert (await running.http.get("/v1/models", headers={b"Authorization": second})).status_code == 200
-    for path in ("/tokenize", "/detokenize", "/completions"):
+    for path in ("/tokenize", "/detokenize", "/completions", "/start_profile", "/v1/stop_profile"):
         assert (await running.http.post(path, content=b"{}")).status_code == 401
 
 

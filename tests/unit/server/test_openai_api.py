@@ -49,6 +49,18 @@ async def test_streamed_chat_is_the_whole_answer_in_pieces(running: Any, answer:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+@pytest.mark.parametrize("path", ["completions", "chat/completions"])
+async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers(running: Any, path: str) -> None:
+    body = {**(COMPLETION if path == "completions" else CHAT), "stream": True}
+    for options, has_field in (({}, False), ({"stream_options": {"include_usage": True}}, True)):
+        reply = await running.post(f"/v1/{path}", {**body, **options})
+        chunks = [json.loads(event.removeprefix("data: ")) for event in reply.text.split("\n\n")[:-2]]
+        assert {"usage" in chunk for chunk in chunks} == {has_field}
+        told = [chunk["usage"] for chunk in chunks if chunk.get("usage") is not None]
+        assert len(told) == has_field
+        assert (chunks[-1]["choices"] == []) is has_field
+
+
 async def test_streamed_completion_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
     stream = await running.openai.completions.create(**COMPLETION, stream=True)
     chunks = [chunk async for chunk in stream]
@@ -182,8 +194,10 @@ async def test_sampling_fields_arrive(running: Any) -> None:
     assert (params.termination_id, params.stop_token_ids) == (-1, None)
     await running.chat(temperature=0, top_p=0.3)
     params = running.backend.requests[1][1]
-    assert params.is_greedy
+    assert (params.temperature, params.top_k, params.top_p) == (0, 1, 0)
     assert (params.termination_id, params.stop_token_ids) == (2, [0])
+    await running.chat(temperature=1, top_k=-1)
+    assert running.backend.requests[2][1].top_k == 0
 
 
 async def test_sampling_fields_beyond_openai_arrive(running: Any) -> None:

@@ -80,6 +80,37 @@ async def test_a_message_tells_of_its_making_what_is_asked_for(
     assert not {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"} & told.keys()
 
 
+async def test_tokens_that_the_model_does_not_have_are_no_history(running: Any, tokenizer: Any) -> None:
+    carried = {"role": "assistant", "content": "x", "prompt_token_ids": [5], "generation_token_ids": [49152]}
+    reply = await running.chat(messages=[QUESTION, carried, QUESTION], prevent_retokenization=True)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[1].generation_token_ids")
+    assert "49152" in reply.json()["error"]["message"]
+
+
+async def test_log_probs_that_a_failover_left_incomplete_are_not_carried(running: Any, monkeypatch: Any) -> None:
+    """The stream has them all; the final reply, which has only the last ones, must not put them beside other tokens."""
+    whole = running.backend._reply
+
+    def of_the_last_engine(*arguments: Any, **named: Any) -> dict[str, Any]:
+        reply = whole(*arguments, **named)
+        for name in ("generated_log_probs", "generated_top_n_logprobs"):
+            reply[name] = reply[name][2:]
+        return {**reply, "log_probs_from": 2}
+
+    monkeypatch.setattr(running.backend, "_reply", of_the_last_engine)
+    fields = {"model": "smollm2", "temperature": 0, "messages": [QUESTION], "logprobs": True, "stream": True}
+    reply = await running.openai.chat.completions.create(**fields, extra_body={"return_tokenized_data": True})
+    chunks = [chunk.choices[0] async for chunk in reply]
+    carried = chunks[-1].delta.model_dump()
+    assert len(carried["generation_token_ids"]) > 5
+    assert "generation_log_probs" not in carried
+    told = [entry for chunk in chunks if chunk.logprobs for entry in chunk.logprobs.content]
+    assert len(told) == len(carried["generation_token_ids"]) - 1
+    lacking = await running.chat(logprobs=True)
+    assert lacking.status_code == 500
+    assert "lacks log-probabilities" in lacking.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
 async def test_a_prompt_begins_with_the_models_first_token_where_that_is_asked_for(
     running: Any, tokenizer: Any, path: str

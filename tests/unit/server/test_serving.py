@@ -96,7 +96,8 @@ async def test_readiness_names_the_coordinator(start: Any) -> None:
     assert (await running.http.get("/livez")).status_code == 200
     assert (await running.http.get("/readyz")).json() == {"ready": True, "missing": []}
     running.backend.connected = False
-    for path in ("/readyz", "/health"):
+    for path in ("/readyz", "/health", "/v1/health"):
+        assert (await running.http.head(path)).status_code == 503
         reply = await running.http.get(path)
         assert reply.status_code == 503
         assert reply.json()["missing"] == ["connection to the coordinator at tcp://coordinator:5555"]
@@ -185,6 +186,17 @@ async def test_more_open_requests_than_allowed_are_refused_for_now(start: Any) -
     running.backend.gate.set()
     assert (await waiting).status_code == 200
     assert (await running.chat(n=2)).status_code == 200
+
+
+async def test_requests_that_wait_for_a_coordinator_are_open_too(start: Any) -> None:
+    running = await start(max_open_requests=1, coordinator_wait_seconds=30)
+    running.backend.connected = False
+    waiting = asyncio.create_task(running.chat())
+    while running.service.in_flight < 1:  # noqa: ASYNC110 - the request is on its way
+        await asyncio.sleep(0)
+    assert (await running.chat()).status_code == 429
+    running.backend.connected = True
+    assert (await waiting).status_code == 200
 
 
 async def test_version_is_told(running: Any) -> None:

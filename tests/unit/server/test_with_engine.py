@@ -221,3 +221,30 @@ async def test_an_answer_says_which_weights_made_it(start_stack: StartStack) -> 
     assert chunks[-1]["system_fingerprint"] == "weights-7"
     plain = await stack.running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi", "max_tokens": 3})
     assert plain.json()["system_fingerprint"] == "weights-7"
+
+
+@pytest.mark.parametrize("prefix", ["", "/v1"])
+async def test_a_profile_is_begun_and_ended_on_every_engine(start_stack: StartStack, prefix: str) -> None:
+    stack = await start_stack(single_port=True)
+    asked: list[bool] = []
+    stack.engine.executor.profile = asked.append
+    reply = await stack.running.http.post(f"{prefix}/start_profile")
+    assert (reply.status_code, reply.json()) == (200, {"profiling": True, "ranks": 1})
+    assert asked == [True]
+    reply = await stack.running.http.post(f"{prefix}/stop_profile")
+    assert (reply.status_code, reply.json()) == (200, {"profiling": False, "ranks": 1})
+    assert asked == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("single_port", "status", "told"),
+    [(True, 500, "engine-0: START_CUDA_PROFILER failed: the echo executor has no CUDA"), (False, 403, "admin")],
+)
+async def test_who_cannot_or_may_not_profile_is_told_why(
+    start_stack: StartStack, single_port: bool, status: int, told: str
+) -> None:
+    stack = await start_stack(single_port=single_port)
+    reply = await stack.running.http.post("/v1/start_profile")
+    assert reply.status_code == status
+    assert told in reply.json()["error"]["message"]
+    assert (await stack.running.chat(max_tokens=1)).status_code == 200
