@@ -24,6 +24,7 @@ import numpy.typing as npt
 HASH_PRIME = (1 << 61) - 1
 HASH_BASE = 31
 _SHA_MODULUS = (1 << 63) - 1
+_INT32, _INT64 = np.dtype("<i4"), np.dtype("<i8")
 
 
 class HashForm(StrEnum):
@@ -54,20 +55,27 @@ def block_hashes(
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
     """The 32-byte digests d(i) of every complete block: what a cache is keyed with, as they have no collisions."""
-    data = np.asarray(tokens, dtype="<i8").tobytes()
-    digest = hashlib.sha256(salt).digest() if salt else bytes(32)
-    width = block_size * 8
-    digests = []
-    for end in range(width, len(data) + 1, width):
-        digest = hashlib.sha256(digest + data[end - width : end]).digest()
-        digests.append(digest)
-    return digests
+    return _chain(np.asarray(tokens, dtype=_INT64).tobytes(), block_size, salt=salt)
 
 
 def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
     """The SHA-256 form of block_hashes() for tokens as they travel, little-endian int32. It runs for every request."""
-    tokens = np.frombuffer(frame, dtype="<i4")
-    return [hash_of_digest(digest) for digest in block_digests(tokens, block_size, salt=salt.encode())]
+    data = np.frombuffer(frame, _INT32).astype(_INT64).tobytes()
+    from_bytes = int.from_bytes  # hash_of_digest() spelled out
+    digests = _chain(data, block_size, salt=salt.encode())
+    return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
+
+
+def _chain(data: bytes, block_size: int, *, salt: bytes) -> list[bytes]:
+    """The digests of every complete block of `data`, little-endian int64."""
+    sha256 = hashlib.sha256
+    digest = sha256(salt).digest() if salt else bytes(32)
+    width = block_size * _INT64.itemsize
+    digests = []
+    for end in range(width, len(data) + 1, width):
+        digest = sha256(digest + data[end - width : end]).digest()
+        digests.append(digest)
+    return digests
 
 
 def hash_of_digest(digest: bytes) -> int:

@@ -37,6 +37,7 @@ from megatron_runtime.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+_ADMIN = Role.ADMIN  # see dispatching.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
 
 
@@ -101,7 +102,7 @@ class ClientSide:
 
     def handle(self, client: Client, message: Message, frames: Frames) -> None:
         handler = self._handlers.get(type(message))
-        if handler is None or (client.role is Role.ADMIN and not _is_for_admins(message)):
+        if handler is None or (client.role is _ADMIN and not _is_for_admins(message)):
             self._surroundings.reject_role(client.peer, message)
         else:
             handler(client, message, frames)

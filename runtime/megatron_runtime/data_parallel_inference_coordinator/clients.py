@@ -14,6 +14,8 @@ REMEMBERED_ANSWERS = 4096
 OUTBOX_MESSAGES = 100_000
 """Answers kept for a client that does not read; the one after it drops the client."""
 
+_OK = Sent.OK  # see dispatching.py
+
 
 class ClientRegistry:
     def __init__(self, send: Callable[[PeerId, Frames], Sent], now: Callable[[], float]) -> None:
@@ -84,7 +86,7 @@ class ClientRegistry:
     def try_send(self, client: Client, frames: Frames, *, answers: bytes | None = None) -> bool:
         """Send now or not at all."""
         sent = self._send(client.peer, frames)
-        if sent is Sent.OK:
+        if sent is _OK:
             client.stuck_since = None
             if answers is not None:
                 client.answered[answers] = None

@@ -9,6 +9,8 @@ from megatron_runtime.data_parallel_inference_coordinator.records import Engine,
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.states import EngineState
 
+_RUNNING = EngineState.RUNNING  # see dispatching.py
+
 
 class EngineRegistry:
     """stopped: all engines were told STOP and none has come since: there is nothing to wait for."""
@@ -35,12 +37,12 @@ class EngineRegistry:
         return [engine for engine in self._by_name.values() if engine.serving]
 
     def with_room(self) -> list[Engine]:
-        running = EngineState.RUNNING  # Engine.has_room() spelled out: this runs for every request
+        # Engine.available() spelled out: this runs for every request.
         return [
             engine
             for engine in self._by_name.values()
             if engine.serving
-            and engine.state is running
+            and engine.state is _RUNNING
             and not (engine.draining or engine.suspect or engine.full)
             and len(engine.in_flight) < engine.max_requests
         ]

@@ -45,6 +45,8 @@ class Router:
         self.decisions: list[dict[str, Any]] | None = [] if record else None
         self._alpha = alpha
         self._by_prefix = self.policy in _PREFIX_POLICIES
+        self._by_first_block = self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK
+        self._in_turn = self.policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._held: dict[int, OrderedDict[int, int]] = {}
@@ -64,24 +66,22 @@ class Router:
             from megatron_runtime.hashing import frame_hashes  # NumPy: see wire/codec.py
 
             self._hash = frame_hashes
-        if self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK:
+        if self._by_first_block:
             prompt = prompt[: size * TOKEN_BYTES]
         return self._hash(prompt, size, salt=salt)
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""
-        if self.policy is RoutingPolicy.ROUND_ROBIN:
+        if self._in_turn:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
 
         best, best_score, best_given = candidates[0], -1.0, 0
-        alpha, blocks = self._alpha, len(hashes)
-        for engine in candidates:
-            depth, given = self._match(engine, hashes)
-            slots = engine.max_requests
-            waiting = len(engine.in_flight)
-            score = alpha * depth / blocks + (1 - alpha) * (slots - waiting if waiting < slots else 0) / slots
+        for_match, for_room = self._alpha / len(hashes), 1 - self._alpha
+        for engine, (depth, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
+            slots, waiting = engine.max_requests, len(engine.in_flight)
+            score = for_match * depth + (for_room * (slots - waiting) / slots if waiting < slots else 0.0)
             if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
                 best, best_score, best_given = engine, score, given
         return best
@@ -136,13 +136,18 @@ class Router:
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
 
-    def _match(self, engine: Engine, hashes: Sequence[int]) -> tuple[int, int]:
-        """Blocks of the prompt that the engine holds, and when it was last given the deepest of them."""
-        held = self._held.get(engine.index)
-        # Blocks are chained: who does not hold the first has no use for a deeper one.
-        if held and hashes[0] in held:
-            for depth in range(len(hashes), 0, -1):
-                given = held.get(hashes[depth - 1])
-                if given is not None:
-                    return depth, given
-        return 0, 0
+    def _matches(self, engines: Iterable[Engine], hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each engine: blocks of the prompt that it holds, and when it was last given the deepest of them."""
+        first, blocks = hashes[0], len(hashes)
+        found = []
+        for engine in engines:
+            held = self._held.get(engine.index)
+            # Blocks are chained: who does not hold the first has no use for a deeper one.
+            if held is None or first not in held:
+                found.append((0, 0))
+                continue
+            depth = blocks
+            while (given := held.get(hashes[depth - 1])) is None:
+                depth -= 1
+            found.append((depth, given))
+        return found

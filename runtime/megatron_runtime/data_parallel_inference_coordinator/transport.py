@@ -38,6 +38,9 @@ class Sent(Enum):
     """There is no such connection any more."""
 
 
+_OK = Sent.OK  # see dispatching.py
+
+
 class BindError(OSError):
     """A port could not be bound. Names the address and the remedy."""
 
@@ -88,7 +91,7 @@ class Transport:
     def send(self, peer: PeerId, frames: Frames) -> Sent:
         port, routing_id = peer
         try:
-            return Sent.OK if self._sockets[port].send([routing_id, *frames]) else Sent.FULL
+            return _OK if self._sockets[port].send([routing_id, *frames]) else Sent.FULL
         except zmq.ZMQError as error:
             if error.errno == errno.EHOSTUNREACH:
                 return Sent.GONE

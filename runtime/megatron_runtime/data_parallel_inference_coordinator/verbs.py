@@ -24,6 +24,8 @@ from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
 
 logger = logging.getLogger(__name__)
 
+_RUNNING = CoordinatorState.RUNNING  # see dispatching.py
+
 
 class Surroundings(Protocol):
     """What an operation does to the rest of the coordinator."""
@@ -79,7 +81,7 @@ class Verbs:
 
     @property
     def may_dispatch(self) -> bool:
-        if self.state is not CoordinatorState.RUNNING or self.drained_all:
+        if self.state is not _RUNNING or self.drained_all:
             return False
         return self.current is None or self.current.control.kind is not Header.PAUSE
 

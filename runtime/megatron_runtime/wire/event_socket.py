@@ -42,7 +42,7 @@ class EventSocket:
 
     def start(self, loop: asyncio.AbstractEventLoop | None = None) -> None:
         self._loop = loop or asyncio.get_running_loop()
-        self._loop.add_reader(self._descriptor(), self._drain)
+        self._loop.add_reader(self._descriptor(), self._woken)
         self._schedule_drain()
 
     def close(self, *, linger_ms: int = 0) -> None:
@@ -99,13 +99,16 @@ class EventSocket:
             self._drain_scheduled = True
             self._loop.call_soon(self._drain)
 
-    def _drain(self) -> None:
+    def _woken(self) -> None:
+        self._drain(expected=1)
+
+    def _drain(self, *, expected: int = 0) -> None:
         self._drain_scheduled = True  # what a handler sends needs no drain of its own: this one goes on until EAGAIN
         for number in range(DRAIN_BUDGET):
             if self._loop is None:
                 return
-            # Mostly there is nothing, or one message: asking is cheaper than the exception. After that there are many.
-            if number < 2 and not zmq_poll(self._poll_items, 0):
+            # Mostly there is nothing but what woke us: asking is cheaper than the exception. After that there are many.
+            if expected <= number < 2 and not zmq_poll(self._poll_items, 0):
                 self._drain_scheduled = False
                 return
             try:

@@ -48,6 +48,7 @@ from megatron_runtime.wire.request_messages import (
     PartialEntry,
     RequestMeta,
     Submit,
+    dispatch_frames,
 )
 
 __all__ = [
@@ -81,6 +82,7 @@ __all__ = [
     "Tokens",
     "block_hashes_from_bytes",
     "decode",
+    "dispatch_frames",
     "pack",
     "tokens_from_bytes",
     "tokens_to_bytes",

@@ -86,8 +86,14 @@ class Dispatch(NamedTuple):
     params: bytes
 
     def to_frames(self) -> Frames:
-        dispatch_id, uid, route, meta, prompt, generated, params = self
-        return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
+        return dispatch_frames(*self)
+
+
+def dispatch_frames(
+    dispatch_id: int, uid: bytes, route: int, meta: RequestMeta, prompt: bytes, generated: bytes, params: bytes
+) -> Frames:
+    """Dispatch(…).to_frames() without the Dispatch: it runs for every request."""
+    return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
 
 
 class PartialEntry(NamedTuple):

@@ -20,6 +20,8 @@ COORDINATOR_FIGURES = {
     "idle_rss_mib",
     "sequential_p50_ms",
     "sequential_p99_ms",
+    "floor_sequential_p50_ms",
+    "direct_sequential_p50_ms",
     "requests_per_second",
     "cpu_us_per_request",
     "own_thread_us_per_request",
@@ -33,6 +35,8 @@ COORDINATOR_FIGURES = {
     "added_p99_ms",
     "partials_per_second",
     "cpu_us_per_partial",
+    "others_percent",
+    "stolen_percent",
 }
 
 

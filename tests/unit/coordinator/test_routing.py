@@ -115,7 +115,7 @@ def test_the_table_forgets_a_prompt_from_its_end(engines) -> None:
     choose = router()
     choose.assigned(engine, [1, 2, 3, 4], request=b"a")
     choose.assigned(engine, range(10**9, 10**9 + MAX_KNOWN_BLOCKS - 2), request=b"b")
-    assert choose._match(engine, [1, 2, 3, 4])[0] == 2
+    assert choose._matches([engine], [1, 2, 3, 4])[0][0] == 2
 
 
 def test_what_an_engine_evicted_counts_no_more(engines) -> None:
@@ -127,12 +127,12 @@ def test_what_an_engine_evicted_counts_no_more(engines) -> None:
     choose.evicted(pool[1], hashes[1:])
     assert choose.select(pool, hashes) is pool[0]
     choose.evicted(pool[0], hashes[:1])
-    assert choose._match(pool[0], hashes) == (0, 0), "a block is of no use without those before it"
+    assert choose._matches(pool, hashes)[0] == (0, 0), "a block is of no use without those before it"
     choose.assigned(pool[0], hashes, request=b"c")
-    assert choose._match(pool[0], hashes)[0] == 4
+    assert choose._matches(pool, hashes)[0][0] == 4
     choose.forget_all()
     choose.evicted(pool[1], hashes)
-    assert choose._match(pool[0], hashes) == (0, 0)
+    assert choose._matches(pool, hashes)[0] == (0, 0)
 
 
 def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) -> None:
@@ -141,7 +141,7 @@ def test_recency_is_one_step_a_request_and_a_block_may_be_with_several(engines) 
     hashes = hashes_of(choose, PROMPT)
     for engine in (pool[2], pool[0]):
         choose.assigned(engine, hashes, request=b"a")
-    assert [choose._match(engine, hashes) for engine in pool] == [(4, 2), (0, 0), (4, 1)]
+    assert choose._matches(pool, hashes) == [(4, 2), (0, 0), (4, 1)]
     assert choose.select(pool, hashes) is pool[0]
     choose.assigned(pool[2], hashes, request=b"again")
     assert choose.select(pool, hashes) is pool[2]
@@ -189,6 +189,19 @@ async def test_a_repeated_prompt_goes_where_it_was(stage, params, tmp_path) -> N
     decisions = json.loads(schedule.read_text())
     assert [decision["engine"] for decision in decisions[:9]] == ["engine-0"] * 9
     stage.coordinators.clear()
+
+
+async def test_what_an_engine_was_given_while_it_was_alone_counts_when_another_joins(stage, params) -> None:
+    stage.coordinator(routing_policy=RoutingPolicy.LONGEST_PREFIX, alpha=0.9)
+    options = {"block_size_tokens": BLOCK, "max_requests": 8, "step_seconds": None}
+    first = await stage.engine("first", **options)
+    client = await stage.client()
+    client.add_request(PROMPT, params(1))
+    await stage.until(lambda: len(first.jobs) == 1)
+    other = await stage.engine("other", **options)
+    client.add_request(PROMPT, params(1))
+    await stage.until(lambda: len(first.jobs) + len(other.jobs) == 2)
+    assert len(first.jobs) == 2, "it holds the prompt, which outweighs that it is the busier one"
 
 
 async def test_load_spreads_over_engines(stage, params) -> None:

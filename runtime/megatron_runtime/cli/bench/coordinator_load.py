@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -15,6 +16,7 @@ import zmq
 from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, LeanEngine, LeanPeer
 from megatron_runtime.cli.bench.report import Figure, percentile
+from megatron_runtime.cli.bench.surroundings import Surroundings
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorProcess, spawn_coordinator
 from megatron_runtime.inference_client import InferenceClient
@@ -26,6 +28,10 @@ SHARED_PREFIXES = 8
 DISTINCT_PROMPTS = 512
 WINDOW = 16
 """Requests that a client of the closed loop has open at once."""
+ROUNDS = 5
+"""Coordinator, forwarder and nobody take turns so often: what disturbs the machine for seconds disturbs them alike."""
+SEQUENTIAL_REQUESTS = 2000
+OPEN_LOOP_SECONDS = 5
 STREAMS = 64
 STEPS_AHEAD = 16
 """Messages of partials on their way at once."""
@@ -40,6 +46,16 @@ class LoadOptions:
     requests: int = 10_000
     prompt_tokens: int = 1024
     rate: int = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """From clients to engines. address: where more clients connect. pid: of the process between, or of this one."""
+
+    clients: Sequence[LeanClient]
+    engines: Sequence[LeanEngine | DirectEngine]
+    address: str
+    pid: int
 
 
 class Bench:
@@ -68,33 +84,51 @@ class Bench:
             for _ in range(DISTINCT_PROMPTS)
         ]
 
+    def prompt(self, number: int) -> bytes:
+        return self.prompts[number % DISTINCT_PROMPTS]
+
     def close(self) -> None:
         self.coordinator.stop()
         self.context.term()
 
     @asynccontextmanager
+    async def ways(self, *, clients: int, engines: int) -> AsyncIterator[tuple[Way, Way, Way]]:
+        """Through the coordinator, through a forwarder, and with nobody between."""
+        many = {"clients": clients, "engines": engines}
+        with Forwarder() as forwarder:
+            async with (
+                self.peers(**many) as through,
+                self.direct_peers(forwarder, **many) as forwarded,
+                self.direct_peers(**many) as direct,
+            ):
+                yield (
+                    Way(*through, self.coordinator.addresses[Role.CLIENT], self.coordinator.pid),
+                    Way(*forwarded, forwarder.client_address, forwarder.pid),
+                    Way(*direct, direct[1][0].address, os.getpid()),
+                )
+
+    @asynccontextmanager
     async def direct_peers(
-        self, forwarder: Forwarder | None = None
+        self, forwarder: Forwarder | None = None, *, clients: int, engines: int
     ) -> AsyncIterator[tuple[list[LeanClient], list[DirectEngine]]]:
         """Peers that no coordinator is between, but perhaps a forwarder."""
-        options = self.options
         behind = forwarder.engine_address if forwarder is not None else None
-        engines = [DirectEngine(self.context, forwarder_address=behind) for _ in range(options.engines)]
-        clients = [
+        engine_peers = [DirectEngine(self.context, forwarder_address=behind) for _ in range(engines)]
+        client_peers = [
             LeanClient(
                 self.context,
-                forwarder.client_address if forwarder is not None else engines[number % len(engines)].address,
+                forwarder.client_address if forwarder is not None else engine_peers[number % engines].address,
                 f"direct-{number}",
             )
-            for number in range(options.clients)
+            for number in range(clients)
         ]
         try:
-            await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in clients)), 30)
-            yield clients, engines
+            await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in client_peers)), 30)
+            yield client_peers, engine_peers
         finally:
-            for client in clients:
+            for client in client_peers:
                 await client.close()
-            for engine in engines:
+            for engine in engine_peers:
                 engine.socket.close()
 
     @asynccontextmanager
@@ -123,6 +157,7 @@ async def run(options: LoadOptions) -> list[Figure]:
     """All parts, one after the other, on one coordinator."""
     bench = Bench(options)
     try:
+        surroundings = Surroundings(bench.process)
         await asyncio.sleep(1)  # until a fresh process is idle
         figures = [
             Figure("start_seconds", "start to address", bench.start_seconds, "s", "< 0.7"),
@@ -132,60 +167,87 @@ async def run(options: LoadOptions) -> list[Figure]:
         figures += await throughput(bench)
         figures += await added_latency(bench)
         figures += await partials(bench)
-        return figures
+        return figures + surroundings.figures()
     finally:
         bench.close()
 
 
 async def sequential(bench: Bench) -> list[Figure]:
     """One inference client, one request at a time, answered at once."""
-    async with bench.peers(clients=0, engines=1):
-        client = InferenceClient(bench.coordinator.addresses[Role.CLIENT], deserialize=False)
-        await client.start()
+    each = max(1, min(bench.options.requests, SEQUENTIAL_REQUESTS) // ROUNDS)
+    async with bench.ways(clients=0, engines=1) as ways:
+        clients = [InferenceClient(way.address, deserialize=False) for way in ways]
+        latencies: list[list[float]] = [[] for _ in ways]
         try:
-            latencies = []
-            for number in range(min(bench.options.requests, 2000)):
-                prompt = tokens_from_bytes(bench.prompts[number % DISTINCT_PROMPTS]).tolist()
-                begun = time.perf_counter()
-                await client.add_request(prompt, SamplingParams(num_tokens_to_generate=1))
-                latencies.append((time.perf_counter() - begun) * 1000)
+            for client in clients:
+                await client.start()
+            for begin in range(0, ROUNDS * each, each):
+                for client, found in zip(clients, latencies, strict=True):
+                    found += [await _one(client, bench.prompt(number)) for number in range(begin, begin + each)]
         finally:
-            client.stop()
+            for client in clients:
+                client.stop()
+    through, forwarded, direct = latencies
+    what = "one client in sequence"
     return [
-        Figure("sequential_p50_ms", "one client in sequence, p50", percentile(latencies, 50), "ms", "≤ 0.5"),
-        Figure("sequential_p99_ms", "one client in sequence, p99", percentile(latencies, 99), "ms"),
+        Figure("sequential_p50_ms", f"{what}, p50", percentile(through, 50), "ms", "≤ 0.5"),
+        Figure("sequential_p99_ms", f"{what}, p99", percentile(through, 99), "ms"),
+        Figure("floor_sequential_p50_ms", f"{what}, through the forwarder, p50", percentile(forwarded, 50), "ms"),
+        Figure("direct_sequential_p50_ms", f"{what}, with nobody between, p50", percentile(direct, 50), "ms"),
     ]
+
+
+async def _one(client: InferenceClient, prompt: bytes) -> float:
+    """Milliseconds that a request takes, as its client sees it."""
+    tokens = tokens_from_bytes(prompt).tolist()
+    begun = time.perf_counter()
+    await client.add_request(tokens, SamplingParams(num_tokens_to_generate=1))
+    return (time.perf_counter() - begun) * 1000
+
+
+@dataclass(slots=True)
+class Used:
+    """By closed loops: wall-clock seconds, and processor seconds of all threads and of the first, not ZeroMQ's."""
+
+    seconds: float = 0.0
+    all_threads: float = 0.0
+    own_thread: float = 0.0
 
 
 async def throughput(bench: Bench) -> list[Figure]:
     """Closed loop: every client keeps WINDOW requests open."""
     options = bench.options
-    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, _):
-        rate, all_threads, own_thread = await _closed_loop(bench, clients, bench.coordinator.pid)
-    with Forwarder() as forwarder:
-        async with bench.direct_peers(forwarder) as (clients, _):
-            _, floor, _ = await _closed_loop(bench, clients, forwarder.pid)
+    each = max(1, options.requests // ROUNDS)
+    used, floor = Used(), Used()
+    async with bench.ways(clients=options.clients, engines=options.engines) as (through, forwarded, _):
+        for _ in range(ROUNDS):
+            for way, sums in ((through, used), (forwarded, floor)):
+                await _closed_loop(bench, way, sums, count=each)
+    requests = ROUNDS * each
     tokens = f"{options.prompt_tokens}-token prompts"
     own = "of it in its own thread, not ZeroMQ's"
-    share = 100 * floor / all_threads if all_threads else 0.0
+    all_us, own_us, floor_us = (
+        seconds / requests * 1e6 for seconds in (used.all_threads, used.own_thread, floor.all_threads)
+    )
+    share = 100 * floor_us / all_us if all_us else 0.0
+    rate = requests / used.seconds
     return [
         Figure("requests_per_second", f"requests, {tokens}, {options.clients} clients", rate, "1/s"),
-        Figure("cpu_us_per_request", "coordinator's CPU per request", all_threads, "µs", "≤ 100"),
-        Figure("own_thread_us_per_request", own, own_thread, "µs"),
-        Figure("floor_us_per_request", "CPU per request of a forwarder that does nothing", floor, "µs"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", all_us, "µs", "≤ 100"),
+        Figure("own_thread_us_per_request", own, own_us, "µs"),
+        Figure("floor_us_per_request", "CPU per request of a forwarder that does nothing", floor_us, "µs"),
         Figure("floor_percent", "the forwarder's share of the coordinator's CPU", share, "%"),
     ]
 
 
-async def _closed_loop(bench: Bench, clients: Sequence[LeanClient], pid: int) -> tuple[float, float, float]:
-    """Requests/s, and the CPU in µs a request of process `pid`: of all threads, and of its own without ZeroMQ's."""
-    count = bench.options.requests
+async def _closed_loop(bench: Bench, way: Way, used: Used, *, count: int) -> None:
+    """`count` requests, and what they took of the process in the middle added to `used`."""
     done = asyncio.Event()
     submitted = answers = 0
 
     def submit(client: LeanClient) -> None:
         nonlocal submitted
-        client.submit(bench.prompts[submitted % DISTINCT_PROMPTS])
+        client.submit(bench.prompt(submitted))
         submitted += 1
 
     def answered(client: LeanClient) -> None:
@@ -196,15 +258,16 @@ async def _closed_loop(bench: Bench, clients: Sequence[LeanClient], pid: int) ->
         elif answers == count:
             done.set()
 
-    for client in clients:
+    for client in way.clients:
         client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
-    before, begun = _cpu_seconds(pid), time.perf_counter()
-    for number in range(min(count, WINDOW * len(clients))):
-        submit(clients[number % len(clients)])
+    (all_threads, own_thread), begun = _cpu_seconds(way.pid), time.perf_counter()
+    for number in range(min(count, WINDOW * len(way.clients))):
+        submit(way.clients[number % len(way.clients)])
     await done.wait()
-    seconds = time.perf_counter() - begun
-    all_threads, own_thread = ((now - then) / count * 1e6 for now, then in zip(_cpu_seconds(pid), before, strict=True))
-    return count / seconds, all_threads, own_thread
+    used.seconds += time.perf_counter() - begun
+    all_now, own_now = _cpu_seconds(way.pid)
+    used.all_threads += all_now - all_threads
+    used.own_thread += own_now - own_thread
 
 
 def _cpu_seconds(pid: int) -> tuple[float, float]:
@@ -216,15 +279,13 @@ def _cpu_seconds(pid: int) -> tuple[float, float]:
 async def added_latency(bench: Bench) -> list[Figure]:
     """What a request and its answer spend between client and engine, both ways, more than without a coordinator."""
     options = bench.options
-    async with bench.peers(clients=options.clients, engines=options.engines) as (clients, engines):
-        for engine in engines:
-            engine.stamps = True
-        through = await _open_loop(bench, clients, engines)
-    with Forwarder() as forwarder:
-        async with bench.direct_peers(forwarder) as (clients, nobodies):
-            forwarded = await _open_loop(bench, clients, nobodies)
-    async with bench.direct_peers() as (clients, nobodies):
-        direct = await _open_loop(bench, clients, nobodies)
+    each = max(1, min(options.requests, options.rate * OPEN_LOOP_SECONDS) // ROUNDS)
+    async with bench.ways(clients=options.clients, engines=options.engines) as ways:
+        latencies: list[list[float]] = [[] for _ in ways]
+        for _ in range(ROUNDS):
+            for way, found in zip(ways, latencies, strict=True):
+                found += await _open_loop(bench, way, count=each)
+    through, forwarded, direct = latencies
     at = f"at {options.rate:,} requests/s"
     figures = []
     for percent, goal in ((50, ""), (99, "≤ 0.3")):
@@ -237,14 +298,11 @@ async def added_latency(bench: Bench) -> list[Figure]:
     return figures
 
 
-async def _open_loop(
-    bench: Bench, clients: Sequence[LeanClient], engines: Sequence[LeanEngine | DirectEngine]
-) -> list[float]:
+async def _open_loop(bench: Bench, way: Way, *, count: int) -> list[float]:
     """Requests at the rate asked for; milliseconds on the way, client to engine plus engine to client, of each."""
-    options = bench.options
+    rate, clients = bench.options.rate, way.clients
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}
-    count = min(options.requests, options.rate * 5)
     done = asyncio.Event()
 
     def answered(uid: bytes) -> None:
@@ -252,17 +310,19 @@ async def _open_loop(
         if len(received) == count:
             done.set()
 
+    for engine in way.engines:
+        engine.taken = {}
     for client in clients:
         client.on_final = answered
     begun = time.perf_counter()
     for number in range(count):
-        due = begun + number / options.rate
+        due = begun + number / rate
         if (early := due - time.perf_counter()) > 0:
             await asyncio.sleep(early)
         now = time.perf_counter()
-        sent[clients[number % len(clients)].submit(bench.prompts[number % DISTINCT_PROMPTS])] = now
+        sent[clients[number % len(clients)].submit(bench.prompt(number))] = now
     await done.wait()
-    taken = {uid: stamps for engine in engines for uid, stamps in engine.taken.items()}
+    taken = {uid: stamps for engine in way.engines for uid, stamps in engine.taken.items()}
     return [(taken[uid][0] - sent[uid] + received[uid] - taken[uid][1]) * 1000 for uid in received]
 
 
@@ -270,7 +330,7 @@ async def partials(bench: Bench) -> list[Figure]:
     """One engine that generates for STREAMS streams of one client: one message a step."""
     steps = max(1, bench.options.requests // STREAMS * 4)
     async with bench.peers(clients=1, engines=1, answers=False) as ([client], [engine]):
-        uids = [client.submit(bench.prompts[number], streaming=True) for number in range(STREAMS)]
+        uids = [client.submit(bench.prompt(number), streaming=True) for number in range(STREAMS)]
         while len(engine.open) < STREAMS:  # noqa: ASYNC110 - filled by a socket's callback
             await asyncio.sleep(0.01)
         done = asyncio.Event()

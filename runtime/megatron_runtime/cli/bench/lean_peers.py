@@ -106,7 +106,6 @@ class LeanEngine(LeanPeer):
         self.taken: dict[bytes, tuple[float, float]] = {}
         self.open: list[tuple[int, bytes]] = []
         self.route = 0
-        self.stamps = False
         hello = Hello(
             role=Role.ENGINE,
             name=name,
@@ -130,8 +129,7 @@ class LeanEngine(LeanPeer):
             self.open.append((dispatch_id, uid))
             self.route = route
             return
-        if self.stamps:
-            self.taken[uid] = (arrived, time.perf_counter())
+        self.taken[uid] = (arrived, time.perf_counter())
         self.socket.send(Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames())
 
     def send_step(self, number: int) -> None:
