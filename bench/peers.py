@@ -45,13 +45,13 @@ def float32_operations_per_second() -> float:
 
 
 def commit() -> str:
-    """What of this repository is measured."""
+    """The last that changed what is measured or how."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
 
-    changed = git("status", "--porcelain", "--", "bench", "runtime")
-    return git("rev-parse", "--short", "HEAD") + ("+changes" if changed else "")
+    measured = ("--", "bench", "runtime")
+    return git("log", "-1", "--format=%h", *measured) + ("+changes" if git("status", "--porcelain", *measured) else "")
 
 
 @click.command()
