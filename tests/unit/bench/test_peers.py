@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -12,7 +13,7 @@ sys.path.append(str(ROOT / "bench"))
 
 from peer_bench.cells import HTTP, LOAD, OURS, Engine, measure_all  # noqa: E402
 from peer_bench.processes import Worker, WorkerError  # noqa: E402
-from peer_bench.report import Report  # noqa: E402
+from peer_bench.report import Part, Report  # noqa: E402
 
 STEADY = """
 import sys, time
@@ -42,7 +43,11 @@ def report(tmp_path: Path) -> Report:
 
 
 def rows_of(report: Report) -> dict[str, dict]:
-    return {row["cell"]: row for row in json.loads(report.path.read_text())["rows"]}
+    return {row["cell"]: row for part in parts_of(report) for row in part["rows"]}
+
+
+def parts_of(report: Report) -> list[dict]:
+    return json.loads(report.path.read_text())["parts"]
 
 
 def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> None:
@@ -51,10 +56,10 @@ def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> 
         engine("slow", STEADY.format(seconds=0.004)),
         engine("broken", "raise SystemExit('no such instruction')"),
     ]
-    report.engines += group
+    report.parts.append(Part("4-bit", "engines", group))
     measure_all(group, rounds=2, seconds_each=1e9, cpus=CPUS, after_round=report.write)
-    document = json.loads(report.path.read_text())
-    assert {e["engine"]: e["failure"] for e in document["engines"]} == {
+    (part,) = parts_of(report)
+    assert {e["engine"]: e["failure"] for e in part["participants"]} == {
         OURS: None,
         "slow": None,
         "broken": "no such instruction",
@@ -68,26 +73,40 @@ def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> 
 
 def test_one_that_used_up_its_seconds_keeps_its_first_round(report: Report) -> None:
     group = [engine(OURS, STEADY.format(seconds=0.0))]
-    report.engines += group
+    report.parts.append(Part("4-bit", "engines", group))
     measure_all(group, rounds=3, seconds_each=1e-9, cpus=CPUS, after_round=report.write)
     assert rows_of(report)["decode b1"]["all"][OURS]["rounds"] == 1
 
 
 def test_ahead_is_above_one_whether_more_or_less_is_better(report: Report) -> None:
     ours, peer = engine(OURS, ""), engine("llama.cpp", "")
-    report.servers += [ours, peer]
     for cell, own, other in ((HTTP[0], 30.0, 20.0), (LOAD, 0.5, 0.25)):
         ours.figures[cell.name], peer.figures[cell.name] = [own], [other]
-    report.engines += report.servers
     alone = engine(OURS, "")
     alone.figures[HTTP[0].name] = [40.0]
-    report.own.append(alone)
+    report.parts.append(Part("4-bit", "servers", [ours, peer], alone))
     report.write()
     rows = rows_of(report)
     assert rows["http 1"]["ratio"] == 1.5
     assert rows["http 1"]["ratio_to_own_engine"] == 0.75
     assert rows["load s"]["ratio"] == 0.5
     assert "llama.cpp" in report.path.with_suffix(".svg").read_text()
+
+
+def test_what_a_run_does_not_measure_stays_in_the_file(report: Report) -> None:
+    def measure(figure: float, weights: str, kind: Literal["engines", "servers"]) -> None:
+        ours = engine(OURS, "")
+        ours.figures[LOAD.name] = [figure]
+        now = Report(report.path, {"at": figure}, bandwidth=1e10, compute=1e11, parts=[Part(weights, kind, [ours])])
+        now.write()
+
+    for figure, weights, kind in ((1, "float32", "engines"), (2, "4-bit", "servers"), (3, "4-bit", "engines")):
+        measure(figure, weights, kind)
+    measure(4, "float32", "engines")
+    shown = [
+        (part["weights"], part["kind"], part["machine"]["at"], part["rows"][0]["ours"]) for part in parts_of(report)
+    ]
+    assert shown == [("4-bit", "engines", 3, 3), ("4-bit", "servers", 2, 2), ("float32", "engines", 4, 4)]
 
 
 def test_an_engine_that_ends_amid_a_question_says_its_last_words() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
@@ -16,6 +17,8 @@ import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, percentile
 
+_DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
+_RETRIES = 3
 WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copper", "window", "silver", "forest")
 
 
@@ -38,11 +41,15 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class _Answers:
-    """What came back: seconds to each first token, seconds between later chunks, tokens by the server's own count."""
+    """What came back: seconds to each first token, seconds between later chunks, tokens by the server's own count.
+
+    retries: requests that were sent again, as the server closed the connection before it answered.
+    """
 
     first: list[float] = field(default_factory=list)
     between: list[float] = field(default_factory=list)
     tokens: int = 0
+    retries: int = 0
 
 
 def run(options: LoadOptions) -> list[Figure]:
@@ -59,15 +66,21 @@ async def _run(options: LoadOptions) -> list[Figure]:
 
 
 async def _run_one(options: LoadOptions, clients: int) -> list[Figure]:
-    headers = {} if options.api_key is None else {"Authorization": f"Bearer {options.api_key}"}
-    limits = httpx.Limits(max_connections=clients)
+    # Each request has a connection of its own: servers differ in how long they keep one that is not used, and in how
+    # many requests they take on it.
+    headers = {"Connection": "close"}
+    if options.api_key is not None:
+        headers["Authorization"] = f"Bearer {options.api_key}"
+    limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{options.seed} {clients}")
     answers = _Answers()
     # One more than is measured: what is made at first use, and no server has seen the others.
     count = max(options.requests, 2 * clients) + 1
     prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(count)]
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
-        await _ask(http, options, prompts.pop(), _Answers())
+        unmeasured = _Answers()
+        await _ask(http, options, prompts.pop(), unmeasured)
+        answers.retries = unmeasured.retries
 
         async def client() -> None:
             while prompts:
@@ -82,6 +95,7 @@ async def _run_one(options: LoadOptions, clients: int) -> list[Figure]:
 def _figures(answers: _Answers, clients: int, seconds: float) -> Iterator[Figure]:
     who = f"{clients} clients"
     yield Figure(f"c{clients}_tokens_per_s", f"{who}: generated", answers.tokens / seconds, "tokens/s")
+    yield Figure(f"c{clients}_retries", f"{who}: dropped unanswered, sent again", answers.retries, "requests")
     for percent in (50, 99):
         first = percentile(answers.first, percent) * 1000
         yield Figure(f"c{clients}_ttft_p{percent}_ms", f"{who}: TTFT, p{percent}", first, "ms")
@@ -103,7 +117,7 @@ async def _ask(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answe
     }
     last = time.perf_counter()
     waiting = True
-    async with http.stream("POST", f"{options.url}/v1/completions", json=body) as reply:
+    async with contextlib.aclosing(await _send(http, f"{options.url}/v1/completions", body, answers)) as reply:
         if reply.status_code != 200:
             await reply.aread()
             raise click.ClickException(f"{options.url} answered {reply.status_code}: {reply.text[:200]}")
@@ -119,3 +133,12 @@ async def _ask(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answe
                 now = time.perf_counter()
                 (answers.first if waiting else answers.between).append(now - last)
                 last, waiting = now, False
+
+
+async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
+    """The reply as it begins; a request whose connection is closed before that is sent again."""
+    for _ in range(_RETRIES):
+        with contextlib.suppress(*_DROPPED):
+            return await http.send(http.build_request("POST", url, json=body), stream=True)
+        answers.retries += 1
+    return await http.send(http.build_request("POST", url, json=body), stream=True)

@@ -1,0 +1,82 @@
+"""Clients of `megatron bench serve` get on with servers that close connections."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Container
+from contextlib import asynccontextmanager
+
+import click
+import httpx
+import pytest
+
+from megatron_runtime.cli.bench.serve_load import LoadOptions, run
+
+CHUNKS = (
+    {"choices": [{"text": "a"}]},
+    {"choices": [{"text": "b"}]},
+    {"choices": [], "usage": {"completion_tokens": 2}},
+)
+
+
+@asynccontextmanager
+async def server(*, drops: Container[int] = (), status: str = "200 OK") -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that keeps connections for more requests, but closes those with the numbers `drops` without an answer;
+    how many requests came on each connection."""
+    connections: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        number = len(connections)
+        connections.append(0)
+        is_open = True
+        while is_open:
+            head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+            (size,) = [line for line in head.splitlines() if line.startswith("content-length:")]
+            await reader.readexactly(int(size.split(":")[1]))
+            connections[number] += 1
+            is_open = number not in drops and "connection: close" not in head
+            if number not in drops:
+                events = [f"data: {json.dumps(chunk)}\n\n" for chunk in CHUNKS]
+                body = "".join([*events, "data: [DONE]\n\n"])
+                writer.write(f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n\r\n{body}".encode())
+                await writer.drain()
+        writer.close()
+
+    listener = await asyncio.start_server(serve, "127.0.0.1", 0)
+    async with listener:
+        yield f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", connections
+
+
+async def figures_of(url: str) -> dict[str, float]:
+    sizes = {"concurrency": (2,), "requests": 4, "prompt_words": 3, "new_tokens": 2}
+    options = LoadOptions(url=url, model="m", api_key=None, **sizes)
+    return {figure.key: figure.value for figure in await asyncio.to_thread(run, options)}
+
+
+async def test_every_request_has_a_connection_of_its_own() -> None:
+    async with server() as (url, connections):
+        figures = await figures_of(url)
+    assert figures["c2_retries"] == 0
+    # One more than is measured goes ahead.
+    assert connections == [1] * 5
+
+
+async def test_a_request_that_is_dropped_unanswered_is_sent_again_and_counted() -> None:
+    async with server(drops=(0, 1, 3)) as (url, connections):
+        figures = await figures_of(url)
+    assert figures["c2_retries"] == 3
+    assert figures["c2_tokens_per_s"] > 0
+    assert len(connections) == 5 + 3
+
+
+async def test_a_server_that_drops_every_request_is_an_error() -> None:
+    async with server(drops=range(1000)) as (url, connections):
+        with pytest.raises(httpx.RemoteProtocolError):
+            await figures_of(url)
+    assert len(connections) == 4
+
+
+async def test_a_refusal_is_not_asked_again() -> None:
+    async with server(status="503 Service Unavailable") as (url, connections):
+        with pytest.raises(click.ClickException, match="503"):
+            await figures_of(url)
+    assert len(connections) == 1
