@@ -49,9 +49,11 @@ def softmax_step(
     stride_token,
     dims,
     dims_inside,
+    window,
     PAGE_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """Attend from `queries` [R, C] to the cached tokens first … first + BLOCK_TOKENS - 1.
@@ -60,6 +62,8 @@ def softmax_step(
     stop:      tokens from here on are not in the cache.
     last_seen: [R], the last token that each row may attend to; every row sees at least token `first` or has seen one
                before. Read only when MASKED; unmasked tiles are whole and wholly visible.
+    window:    how many tokens up to its last seen one a row may attend to, when WINDOWED, which implies MASKED; then
+               rows may have seen none yet.
     """
     tokens = first + tl.arange(0, BLOCK_TOKENS)
     present = tokens < stop
@@ -75,10 +79,15 @@ def softmax_step(
     scores = tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale_log2
     if MASKED:
         visible = present[None, :] & (tokens[None, :] <= last_seen[:, None])
+        if WINDOWED:
+            visible = visible & (tokens[None, :] > last_seen[:, None] - window)
         scores = tl.where(visible, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    weights = tl.exp2(scores - new_largest[:, None])
-    correction = tl.exp2(largest - new_largest)
+    finite = new_largest
+    if WINDOWED:
+        finite = tl.where(new_largest > float("-inf"), new_largest, 0.0)
+    weights = tl.exp2(scores - finite[:, None])
+    correction = tl.exp2(largest - finite)
     total = total * correction + tl.sum(weights, axis=1)
     sums = sums * correction[:, None] + tl.dot(weights.to(values.dtype), values, input_precision="ieee")
     return new_largest, total, sums

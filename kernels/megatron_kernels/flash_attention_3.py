@@ -18,6 +18,7 @@ def paged_decode(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
     fixed_split_tokens: int | None = None,
 ) -> torch.Tensor:
     """As `paged_decode.paged_decode`. With `fixed_split_tokens`, of any size, a sequence is not split at all."""
@@ -30,6 +31,7 @@ def paged_decode(
         page_table=block_table_BM,
         softmax_scale=scale,
         causal=True,
+        window_size=_window_size(window),
         num_splits=0 if fixed_split_tokens is None else 1,
     )
     return out_B1HC[:, 0]
@@ -44,6 +46,7 @@ def paged_prefill(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """As `paged_prefill.paged_prefill`."""
     keys_PXKC, values_PXKC = _halves(cache_PXE, num_kv_heads)
@@ -58,9 +61,15 @@ def paged_prefill(
         max_seqlen_q=q_THC.shape[0],
         softmax_scale=scale,
         causal=True,
+        window_size=_window_size(window),
     )
     is_padding_T11 = (torch.arange(q_THC.shape[0], device=q_THC.device) >= query_starts_B[-1])[:, None, None]
     return out_THC.masked_fill_(is_padding_T11, 0)
+
+
+def _window_size(window: int | None) -> tuple[int, int]:
+    """Tokens before and after a query's own; -1 is all of them."""
+    return (-1, -1) if window is None else (window - 1, 0)
 
 
 def _halves(cache_PXE: torch.Tensor, num_kv_heads: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import torch
-from flashinfer.activation import silu_and_mul
+from flashinfer.activation import gelu_tanh_and_mul, silu_and_mul
 from flashinfer.norm import fused_add_rmsnorm, rmsnorm
 
+from megatron_kernels.swiglu import Activation
 
-def swiglu(gate_up_TG: torch.Tensor, *, out_TF: torch.Tensor | None = None) -> torch.Tensor:
+
+def swiglu(
+    gate_up_TG: torch.Tensor, *, activation: Activation = "silu", out_TF: torch.Tensor | None = None
+) -> torch.Tensor:
     """As `swiglu.swiglu`."""
-    result_TF: torch.Tensor = silu_and_mul(gate_up_TG, out=out_TF)
+    result_TF: torch.Tensor = (silu_and_mul if activation == "silu" else gelu_tanh_and_mul)(gate_up_TG, out=out_TF)
     return result_TF
 
 

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 
 from megatron_kernels.moe_routing import Routing
+from megatron_kernels.swiglu import Activation
 
 
 class AddRmsNorm(Protocol):
@@ -17,7 +18,9 @@ class AddRmsNorm(Protocol):
 
 
 class SwiGlu(Protocol):
-    def __call__(self, gate_up_TG: torch.Tensor, *, out_TF: torch.Tensor | None = None) -> torch.Tensor: ...
+    def __call__(
+        self, gate_up_TG: torch.Tensor, *, activation: Activation = "silu", out_TF: torch.Tensor | None = None
+    ) -> torch.Tensor: ...
 
 
 class QkNormRopeAppend(Protocol):
@@ -47,6 +50,7 @@ class PagedDecode(Protocol):
         *,
         num_kv_heads: int,
         scale: float | None = None,
+        window: int | None = None,
         fixed_split_tokens: int | None = None,
     ) -> torch.Tensor: ...
 
@@ -62,6 +66,7 @@ class PagedPrefill(Protocol):
         *,
         num_kv_heads: int,
         scale: float | None = None,
+        window: int | None = None,
     ) -> torch.Tensor: ...
 
 

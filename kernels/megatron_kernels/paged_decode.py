@@ -28,6 +28,7 @@ def paged_decode(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
     fixed_split_tokens: int | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v, [B, H, C].
@@ -36,6 +37,7 @@ def paged_decode(
     lengths_B: cached tokens of each sequence, the new one among them. 0 is a row of padding: its result is zeros and
                its block table is not read.
     scale:     None is C ** -0.5.
+    window:    how many of the last cached tokens are seen, the new one among them; None is all.
     fixed_split_tokens: cut every sequence at multiples of this many tokens, so that its result does not depend on the
                batch; None cuts to fill the device. The reference computes each sequence whole either way.
     """
@@ -48,7 +50,8 @@ def paged_decode(
         if length == 0:
             continue
         pages = block_table_BM[row, : -(-length // page_size)].long()
-        kv_SJKC = cache_PXE[pages].flatten(0, 1)[:length].unflatten(1, (2, num_kv_heads, head_dim)).float()
+        first = 0 if window is None else max(0, length - window)
+        kv_SJKC = cache_PXE[pages].flatten(0, 1)[first:length].unflatten(1, (2, num_kv_heads, head_dim)).float()
         keys_HSC, values_HSC = kv_SJKC.permute(1, 2, 0, 3).repeat_interleave(group, dim=1)
         scores_HS = torch.einsum("hc,hsc->hs", q_BHC[row].float(), keys_HSC) * factor
         out_BHC[row] = torch.einsum("hs,hsc->hc", scores_HS.softmax(dim=-1), values_HSC).to(q_BHC.dtype)

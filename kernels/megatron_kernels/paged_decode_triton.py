@@ -18,7 +18,7 @@ REDUCE_BLOCK = 16
 """Parts that one step of the reduction weighs."""
 
 
-@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table"])
+@triton.jit(do_not_specialize=["num_splits", "split_tokens", "stride_table", "window"])
 def _decode_part(
     q,
     cache,
@@ -36,6 +36,7 @@ def _decode_part(
     stride_token,
     stride_table,
     num_kv_heads,
+    window,
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -43,6 +44,7 @@ def _decode_part(
     PAGE_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
     HAS_PARTS: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     """out [B, H, C] is written when there is one part, else parts [B, H, splits, C] and logs [B, H, splits]: the part's
@@ -54,9 +56,12 @@ def _decode_part(
     row_inside, dims_inside = rows < GROUP, dims < HEAD_DIM
     inside = row_inside[:, None] & dims_inside[None, :]
     length = tl.load(lengths + sequence)
-    share = tl.cdiv(tl.cdiv(length, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(length - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
+    share = tl.cdiv(tl.cdiv(length - begin, num_splits), BLOCK_TOKENS) * BLOCK_TOKENS
     share = tl.maximum(share, split_tokens)
-    start = split * share
+    start = begin + split * share
     stop = tl.minimum(start + share, length)
     if start >= stop:
         if HAS_PARTS:
@@ -91,9 +96,11 @@ def _decode_part(
             stride_token,
             dims,
             dims_inside,
+            window,
             PAGE_SIZE,
             BLOCK_TOKENS,
             True,
+            WINDOWED,
             WIDEN,
         )
     result = sums / total[:, None]
@@ -141,6 +148,7 @@ def paged_decode(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
     fixed_split_tokens: int | None = None,
     tuning: DecodeTuning | None = None,
 ) -> torch.Tensor:
@@ -181,6 +189,7 @@ def paged_decode(
         cache_PXE.stride(1),
         block_table_BM.stride(0),
         num_kv_heads,
+        window or 0,
         GROUP=num_heads // num_kv_heads,
         ROWS=max(MIN_DOT_ROWS, next_power_of_2(num_heads // num_kv_heads)),
         HEAD_DIM=head_dim,
@@ -188,6 +197,7 @@ def paged_decode(
         PAGE_SIZE=cache_PXE.shape[1],
         BLOCK_TOKENS=tuning.block_tokens,
         HAS_PARTS=has_parts,
+        WINDOWED=window is not None,
         WIDEN=WIDEN_PRODUCTS,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

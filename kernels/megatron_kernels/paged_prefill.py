@@ -30,12 +30,14 @@ def paged_prefill(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
 ) -> torch.Tensor:
     """Return softmax(scale q k^T) v, [T, H, C]; a new token sees the cached ones before it and itself.
 
     lengths_B:      tokens of each sequence in the cache, the new ones (its last) among them.
     query_starts_B: int32 [B + 1], where each sequence's new tokens begin, ascending; the last is where all end. Rows of
                     `q_THC` from there on are padding: their result is zeros.
+    window:         how many tokens a new one sees at most, itself among them; None is all before it.
     """
     _, num_heads, head_dim = q_THC.shape
     page_size = cache_PXE.shape[1]
@@ -51,7 +53,10 @@ def paged_prefill(
         keys_HSC, values_HSC = kv_SJKC.permute(1, 2, 0, 3).repeat_interleave(group, dim=1)
         scores_HNS = torch.einsum("nhc,hsc->hns", q_THC[start:stop].float(), keys_HSC) * factor
         positions_N1 = torch.arange(length - (stop - start), length, device=q_THC.device)[:, None]
-        is_later_NS = torch.arange(length, device=q_THC.device) > positions_N1
-        weights_HNS = scores_HNS.masked_fill(is_later_NS, float("-inf")).softmax(dim=-1)
+        tokens_S = torch.arange(length, device=q_THC.device)
+        is_hidden_NS = tokens_S > positions_N1
+        if window is not None:
+            is_hidden_NS |= tokens_S <= positions_N1 - window
+        weights_HNS = scores_HNS.masked_fill(is_hidden_NS, float("-inf")).softmax(dim=-1)
         out_THC[start:stop] = torch.einsum("hns,hsc->nhc", weights_HNS, values_HSC).to(q_THC.dtype)
     return out_THC

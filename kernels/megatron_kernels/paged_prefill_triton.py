@@ -29,7 +29,7 @@ def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     return low
 
 
-@triton.jit(do_not_specialize=["num_sequences", "stride_table"])
+@triton.jit(do_not_specialize=["num_sequences", "stride_table", "window"])
 def _prefill_block(
     q,
     cache,
@@ -45,6 +45,7 @@ def _prefill_block(
     stride_token,
     stride_table,
     num_kv_heads,
+    window,
     GROUP: tl.constexpr,
     PADDED_GROUP: tl.constexpr,
     BLOCK_QUERIES: tl.constexpr,
@@ -52,6 +53,7 @@ def _prefill_block(
     DIMS: tl.constexpr,
     PAGE_SIZE: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
+    WINDOWED: tl.constexpr,
     WIDEN: tl.constexpr,
 ):
     # The longest rows of a prompt are its last: started first, they do not finish alone.
@@ -77,11 +79,14 @@ def _prefill_block(
     last_seen = cached + queries_of_rows
     stop = tl.minimum(cached + first_query + BLOCK_QUERIES, cached + num_queries)
     whole = (cached + first_query + 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    begin = 0
+    if WINDOWED:
+        begin = tl.maximum(cached + first_query + 1 - window, 0) // BLOCK_TOKENS * BLOCK_TOKENS
     table = block_table + sequence.to(tl.int64) * stride_table
     largest = tl.full((BLOCK_QUERIES * PADDED_GROUP,), float("-inf"), tl.float32)
     total = tl.zeros((BLOCK_QUERIES * PADDED_GROUP,), tl.float32)
     sums = tl.zeros((BLOCK_QUERIES * PADDED_GROUP, DIMS), tl.float32)
-    for first in range(0, whole, BLOCK_TOKENS):
+    for first in range(begin, whole, BLOCK_TOKENS):
         largest, total, sums = softmax_step(
             queries,
             largest,
@@ -99,9 +104,11 @@ def _prefill_block(
             stride_token,
             dims,
             dims_inside,
+            window,
             PAGE_SIZE,
             BLOCK_TOKENS,
-            False,
+            WINDOWED,
+            WINDOWED,
             WIDEN,
         )
     for first in range(whole, stop, BLOCK_TOKENS):
@@ -122,11 +129,15 @@ def _prefill_block(
             stride_token,
             dims,
             dims_inside,
+            window,
             PAGE_SIZE,
             BLOCK_TOKENS,
             True,
+            WINDOWED,
             WIDEN,
         )
+    if WINDOWED:
+        total = tl.where(total > 0.0, total, 1.0)  # a row behind the last query may have seen nothing
     result = (sums / total[:, None]).to(out.dtype.element_ty)
     out_row = row_index * num_kv_heads * GROUP + heads
     tl.store(out + out_row[:, None] * HEAD_DIM + dims[None, :], result, inside)
@@ -141,6 +152,7 @@ def paged_prefill(
     *,
     num_kv_heads: int,
     scale: float | None = None,
+    window: int | None = None,
     tuning: PrefillTuning | None = None,
 ) -> torch.Tensor:
     """As the reference. tuning: in place of the one for the shape."""
@@ -169,6 +181,7 @@ def paged_prefill(
         cache_PXE.stride(1),
         block_table_BM.stride(0),
         num_kv_heads,
+        window or 0,
         GROUP=group,
         PADDED_GROUP=padded_group,
         BLOCK_QUERIES=block_queries,
@@ -176,6 +189,7 @@ def paged_prefill(
         DIMS=next_power_of_2(head_dim),
         PAGE_SIZE=cache_PXE.shape[1],
         BLOCK_TOKENS=tuning.block_tokens,
+        WINDOWED=window is not None,
         WIDEN=WIDEN_PRODUCTS,
         num_warps=tuning.num_warps,
         num_stages=tuning.num_stages,

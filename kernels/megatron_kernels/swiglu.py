@@ -1,4 +1,5 @@
-"""SwiGLU, silu(gate) * up, the middle of a gated feed-forward block (Shazeer 2020, arXiv:2002.05202).
+"""SwiGLU, silu(gate) * up, the middle of a gated feed-forward block (Shazeer 2020, arXiv:2002.05202); or GeGLU, with
+gelu in its approximation by tanh (Hendrycks and Gimpel 2016, arXiv:1606.08415) in place of silu.
 
 Shapes: T tokens, F feed-forward width, G = 2 F: gate and up side by side in a row, as one fused product leaves them.
 Types:  float32, bfloat16, float16; computed in float32, rounded once.
@@ -7,20 +8,27 @@ Bound:  memory; bytes = 3 T F s for elements of s bytes (two read, one written).
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
+
+Activation = Literal["silu", "gelu_tanh"]
 
 
 def bytes_moved(tokens: int, width: int, *, element_size: int) -> int:
     return 3 * tokens * width * element_size
 
 
-def swiglu(gate_up_TG: torch.Tensor, *, out_TF: torch.Tensor | None = None) -> torch.Tensor:
-    """Return silu(gate) * up, [T, F].
+def swiglu(
+    gate_up_TG: torch.Tensor, *, activation: Activation = "silu", out_TF: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return activation(gate) * up, [T, F].
 
     gate_up_TG: [T, 2 F], rows contiguous inside; rows may be strided.
     out_TF:     written when given.
     """
     gate_TF, up_TF = gate_up_TG.float().chunk(2, dim=-1)
-    result_TF = (F.silu(gate_TF) * up_TF).to(gate_up_TG.dtype)
+    gate_TF = F.silu(gate_TF) if activation == "silu" else F.gelu(gate_TF, approximate="tanh")
+    result_TF = (gate_TF * up_TF).to(gate_up_TG.dtype)
     return result_TF if out_TF is None else out_TF.copy_(result_TF)

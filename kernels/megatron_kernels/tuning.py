@@ -106,7 +106,7 @@ def prefill_tuning(*, group: int, head_dim: int) -> PrefillTuning:
     the group) pair."""
     rows = 128 if head_dim <= 128 else 64
     block_queries = max(1, rows // next_power_of_2(group))
-    return PrefillTuning(block_queries, 64, num_warps=8 if rows == 128 else 4, num_stages=3 if head_dim <= 64 else 2)
+    return PrefillTuning(block_queries, 64, num_warps=8, num_stages=3 if head_dim <= 64 else 2)
 
 
 def heads_block(*, tokens: int, num_heads: int, head_dim: int) -> int:

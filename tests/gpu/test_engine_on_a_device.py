@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import answers, engine_on
+from small_engine import GEMMA, MIXTURE, SMALL, answers, engine_on
 
 from megatron_runtime.config import KVCacheManagementMode
 from megatron_runtime.engines.device import Processor
@@ -15,11 +15,12 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 @pytest.mark.parametrize("graph_rows", [0, 3, 4])
-def test_answers_are_those_of_the_processor(mode, graph_rows):
+@pytest.mark.parametrize("model", [SMALL, MIXTURE, GEMMA], ids=lambda model: model.family)
+def test_answers_are_those_of_the_processor(mode, graph_rows, model):
     device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=graph_rows)
-    expected = answers(engine_on(Processor(), mode))
-    assert answers(engine_on(device, mode)) == expected
-    assert answers(engine_on(device, mode), suspend_after=6) == expected
+    expected = answers(engine_on(Processor(), mode, model))
+    assert answers(engine_on(device, mode, model)) == expected
+    assert answers(engine_on(device, mode, model), suspend_after=6) == expected
 
 
 def test_a_profiled_range_begins_and_ends_and_changes_no_answer():

@@ -14,6 +14,7 @@ from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import ModelInMemory
+from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
@@ -28,10 +29,27 @@ SMALL = replace(
     num_kv_heads=2,
     head_dim=16,
 )
+MIXTURE = replace(
+    SMALL,
+    family="qwen3_moe",
+    qk_norm=True,
+    moe=MoEConfig(num_experts=6, experts_per_token=2, intermediate_size=32, normalize=True, dense_layers=(0,)),
+)
+GEMMA = replace(
+    SMALL,
+    family="gemma3_text",
+    qk_norm=True,
+    activation="gelu_tanh",
+    norm_weight_offset=1.0,
+    output_norms=True,
+    embedding_scale=8.0,
+    sliding=SlidingWindow(window=20, is_local=(True, False), rope_theta=1000.0),
+    tie_embeddings=True,
+)
 PROMPTS = [list(range(1, 40)), list(range(1, 40)), [7], list(range(60, 90))]
 
 
-def engine_on(device: Device, mode: KVCacheManagementMode) -> DynamicInferenceEngine:
+def engine_on(device: Device, mode: KVCacheManagementMode, model: ModelConfig = SMALL) -> DynamicInferenceEngine:
     config = InferenceConfig(
         max_requests=4,
         max_tokens=48,
@@ -42,7 +60,7 @@ def engine_on(device: Device, mode: KVCacheManagementMode) -> DynamicInferenceEn
         kv_cache_management_mode=mode,
     )
     executor = TorchExecutor(
-        ModelInMemory(RandomCheckpoint(SMALL, torch.float32, CPU), name="random weights"),
+        ModelInMemory(RandomCheckpoint(model, torch.float32, CPU), name="random weights"),
         TextGenerationController(None, _no_tokenizer),
         dtype="float32",
         kv_cache_memory=1 << 20,

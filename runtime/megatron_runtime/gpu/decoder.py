@@ -1,4 +1,4 @@
-"""The decoder as a GPU runs it: nine launches a layer, four of them products of matrices by torch.
+"""The decoder as a GPU runs it: nine launches a layer of a Llama, four of them products of matrices by torch.
 
 Shapes: T tokens of a step, N rows of them, D hidden, V vocabulary, L layers, P pages, X tokens of a page, E = keys and
 values of one token, H query heads, K key-value heads, C size of a head, S longest sequence, F = C / 2 rotary pairs.
@@ -23,18 +23,12 @@ from megatron_runtime.parallel.shard import Shard
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
-class UnsupportedTraitError(ValueError):
-    """The kernels do not do something that a model asks for. The message names it and the remedy."""
-
-
 class KernelDecoder:
     """A function of weights and cache, made of the operations in `kernels`. No launch depends on what a step holds.
 
     weights:    matrices and tables on the device already; norms and biases are brought there.
     max_length: tokens of the longest sequence.
     shard, collectives: which part of the model `weights` are, and how this rank speaks to the others.
-
-    Raises UnsupportedTraitError.
     """
 
     def __init__(
@@ -48,7 +42,6 @@ class KernelDecoder:
         shard: Shard | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        _require_known_traits(config)
         self.config = config
         self._shard = shard = shard or Shard()
         self._collectives: Collectives = collectives or OneRank()
@@ -57,11 +50,15 @@ class KernelDecoder:
         self._kernels = kernels
         self._weights = _on_device(weights, device)
         self._mlps = [_mlp_on_device(layer, device) for layer in weights.layers]
+        self._window = config.sliding.window if config.sliding is not None else None
+        self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
         frequencies_F = inverse_frequencies(
             head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
         )
-        angles_SF = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies_F
-        self._cos_sin_S2F = torch.cat((angles_SF.cos(), angles_SF.sin()), dim=1).to(device)
+        self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(frequencies_F, max_length).to(device)
+        if config.sliding is not None and config.sliding.rope_theta is not None:
+            frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.sliding.rope_theta)
+            self._local_cos_sin_S2F = _cos_sin(frequencies_F, max_length).to(device)
 
     def __call__(self, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values to the cache; return x_TD before the last norm."""
@@ -72,19 +69,24 @@ class KernelDecoder:
         embedding, vocab_size = self._weights.embedding, self.config.vocab_size
         assert embedding is not None, "this rank is of a later pipeline stage"
         held = self._shard.vocabulary(vocab_size)
-        return embed(embedding, step.token_ids_T, held, vocab_size, self._collectives)
+        x_TD = embed(embedding, step.token_ids_T, held, vocab_size, self._collectives)
+        if self.config.embedding_scale == 1.0:
+            return x_TD
+        # Families that scale round the factor to the type of their activations.
+        return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
 
     def run_layers(self, residual_TD: torch.Tensor, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
         """Hidden states after this rank's layers. Overwrites those given."""
         kernels, weights, config = self._kernels, self._weights, self.config
-        half = config.head_dim // 2
-        cos_sin_T2F = self._cos_sin_S2F.index_select(0, step.positions_T)
-        cos_TF, sin_TF = cos_sin_T2F[:, :half], cos_sin_T2F[:, half:]
+        turn = local_turn = _turn(self._cos_sin_S2F, step)
+        if self._local_cos_sin_S2F is not self._cos_sin_S2F:
+            local_turn = _turn(self._local_cos_sin_S2F, step)
         added_TD: torch.Tensor | None = None
-        for number, layer, mlp, cache_PXE in zip(
-            self._layer_numbers, weights.layers, self._mlps, cache_LPXE, strict=True
+        for number, layer, mlp, cache_PXE, is_local in zip(
+            self._layer_numbers, weights.layers, self._mlps, cache_LPXE, self._is_local, strict=True
         ):
             self._collectives.begin_layer(number)
+            cos_TF, sin_TF = local_turn if is_local else turn
             normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
             qkv_TQ = layer.qkv_QD(normed_TD)
             if layer.qkv_bias_Q is not None:
@@ -102,10 +104,11 @@ class KernelDecoder:
                 epsilon=config.rms_norm_eps,
             )
             q_THC = qkv_TQ.unflatten(1, (-1, config.head_dim))[:, : self._heads]
-            out_TH = self._attend(q_THC, cache_PXE, step).flatten(1)
+            out_TH = self._attend(q_THC, cache_PXE, step, is_local=is_local).flatten(1)
             added_TD = self._collectives.all_reduce(layer.output_DH(out_TH))
+            added_TD = self._output_norm(added_TD, layer.attention_output_norm_D)
             normed_TD = self._norm(added_TD, residual_TD, layer.mlp_norm_D)
-            added_TD = self._feed_forward(mlp, normed_TD)
+            added_TD = self._output_norm(self._feed_forward(mlp, normed_TD), layer.mlp_output_norm_D)
         return residual_TD if added_TD is None else residual_TD + added_TD
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
@@ -128,14 +131,23 @@ class KernelDecoder:
             positions_N=step.sample_positions_B,
         )
 
-    def _attend(self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep) -> torch.Tensor:
+    def _attend(
+        self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep, *, is_local: bool
+    ) -> torch.Tensor:
         kernels, kv_heads, scale = self._kernels, self._kv_heads, self.config.attention_scale
+        window = self._window if is_local else None
         count, tables_BM, lengths_B = step.decodes, step.block_table_BM, step.lengths_B
         parts = []
         if count:
             parts.append(
                 kernels.paged_decode(
-                    q_THC[:count], cache_PXE, tables_BM[:count], lengths_B[:count], num_kv_heads=kv_heads, scale=scale
+                    q_THC[:count],
+                    cache_PXE,
+                    tables_BM[:count],
+                    lengths_B[:count],
+                    num_kv_heads=kv_heads,
+                    scale=scale,
+                    window=window,
                 )
             )
         if count < len(lengths_B):
@@ -148,13 +160,15 @@ class KernelDecoder:
                     step.prefill_starts,
                     num_kv_heads=kv_heads,
                     scale=scale,
+                    window=window,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _feed_forward(self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor) -> torch.Tensor:
         if isinstance(mlp, FeedForward):
-            return self._collectives.all_reduce(mlp.down_DF(self._kernels.swiglu(mlp.gate_up_FD(x_TD))))
+            gated_TF = self._kernels.swiglu(mlp.gate_up_FD(x_TD), activation=self.config.activation)
+            return self._collectives.all_reduce(mlp.down_DF(gated_TF))
         assert self.config.moe is not None
         y_AD = mlp(self._collectives.gather_tokens(x_TD), self.config.moe, self._kernels)
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
@@ -163,20 +177,19 @@ class KernelDecoder:
         """Adds to the residual in place."""
         return self._kernels.add_rms_norm(added_TD, residual_TD, weight_D, epsilon=self.config.rms_norm_eps)
 
+    def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
+        return x_TD if weight_D is None else self._norm(None, x_TD, weight_D)
 
-def _require_known_traits(config: ModelConfig) -> None:
-    unknown = {
-        "a sliding window": config.sliding is not None,
-        "norms of outputs": config.output_norms,
-        "scaled embeddings": config.embedding_scale != 1.0,
-        f"activation {config.activation!r}": config.activation != "silu",
-    }
-    found = [name for name, is_there in unknown.items() if is_there]
-    if found:
-        raise UnsupportedTraitError(
-            f"models of family {config.family!r} have {', '.join(found)}, which run on a processor only: "
-            "use --device cpu, or a Llama, Mixtral or Qwen without them"
-        )
+
+def _cos_sin(frequencies_F: torch.Tensor, max_length: int) -> torch.Tensor:
+    angles_SF = torch.arange(max_length, dtype=torch.float32)[:, None] * frequencies_F
+    return torch.cat((angles_SF.cos(), angles_SF.sin()), dim=1)
+
+
+def _turn(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos_TF and sin_TF of the step's tokens."""
+    cos_TF, sin_TF = cos_sin_S2F.index_select(0, step.positions_T).chunk(2, dim=1)
+    return cos_TF, sin_TF
 
 
 def _on_device(weights: DecoderWeights, device: torch.device) -> DecoderWeights:

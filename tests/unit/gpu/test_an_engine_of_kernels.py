@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_engine import CPU, SMALL, answers, engine_on
+from small_engine import CPU, GEMMA, MIXTURE, SMALL, answers, engine_on
 
 from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
 from bench.gpu_kernels import Ceilings
@@ -39,6 +39,14 @@ def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
 def test_a_processor_says_that_it_has_no_cuda_profiler(device):
     with pytest.raises(NoCudaProfilerError, match="a processor has no CUDA profiler"):
         engine_on(device, KVCacheManagementMode.PERSIST).executor.profile(True)
+
+
+@pytest.mark.parametrize("model", [MIXTURE, GEMMA], ids=lambda model: model.family)
+def test_answers_of_other_families_are_those_of_the_processor(model):
+    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
+    mode = KVCacheManagementMode.OFFLOAD
+    expected = answers(engine_on(Processor(), mode, model))
+    assert answers(engine_on(device, mode, model), suspend_after=6) == expected
 
 
 def test_the_benchmark_measures_the_engine():

@@ -57,7 +57,7 @@ def _resources(cubin: bytes) -> dict[str, int]:
 
 def call_every_kernel() -> None:
     """The shapes of an 8B Llama in bfloat16: 32 heads on 8 key-value heads of 128, 4096 hidden, 128256 tokens;
-    experts as in a Qwen3 of 30B."""
+    experts as in a Qwen3 of 30B, and heads as in a Gemma 3 of 1B."""
     from megatron_kernels import (
         add_rms_norm_triton,
         moe_experts_triton,
@@ -78,17 +78,24 @@ def call_every_kernel() -> None:
         hidden = torch.zeros(count, 4096, dtype=bf16)
         add_rms_norm_triton.add_rms_norm(hidden, hidden.clone(), hidden[0], epsilon=1e-5)
         add_rms_norm_triton.add_rms_norm(None, hidden, hidden[0], epsilon=1e-5)
-        swiglu_triton.swiglu(torch.zeros(count, 2 * 14336, dtype=bf16))
+        for activation in ("silu", "gelu_tanh"):
+            swiglu_triton.swiglu(torch.zeros(count, 2 * 14336, dtype=bf16), activation=activation)
 
         qkv = torch.zeros(count, 48 * 128, dtype=bf16)
         q = qkv.unflatten(1, (48, 128))[:, :32]
         cache = torch.zeros(2, 16, 2 * 8 * 128, dtype=bf16)
         table, lengths = torch.zeros(count, 2 * count + 1, dtype=int32), torch.ones(count, dtype=int32)
-        for batch in (1, 256):
+        for batch, window in ((1, None), (1, 1024), (256, None)):
             tuning = decode_tuning(batch=batch, num_kv_heads=8, head_dim=128, max_tokens=8192, num_processors=132)
-            paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, tuning=tuning)
+            paged_decode_triton.paged_decode(q, cache, table, lengths, num_kv_heads=8, window=window, tuning=tuning)
         starts = torch.arange(count + 1, dtype=int32)
-        paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8)
+        for window in (None, 1024):
+            paged_prefill_triton.paged_prefill(q, cache, table, lengths, starts, num_kv_heads=8, window=window)
+        wide = {"num_kv_heads": 1, "window": 512}
+        wide_cache, wide_q = torch.zeros(2, 16, 2 * 256, dtype=bf16), torch.zeros(count, 4, 256, dtype=bf16)
+        tuning = decode_tuning(batch=1, num_kv_heads=1, head_dim=256, max_tokens=8192, num_processors=132)
+        paged_decode_triton.paged_decode(wide_q, wide_cache, table, lengths, tuning=tuning, **wide)
+        paged_prefill_triton.paged_prefill(wide_q, wide_cache, table, lengths, starts, **wide)
         angles, slots = torch.zeros(count, 64), torch.zeros(count, dtype=torch.int64)
         for norms in ({}, {"q_norm_C": norm, "k_norm_C": norm}):
             qk_norm_rope_append_triton.qk_norm_rope_append(

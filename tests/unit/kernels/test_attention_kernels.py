@@ -49,16 +49,17 @@ def strided_queries(tokens, heads, head_dim, *, dtype, generator):
     shape=st.sampled_from(SHAPES),
     kv_heads=st.sampled_from([1, 2]),
     splits=st.sampled_from([1, 3, 18]),
+    window=st.sampled_from([None, 1, 20, 500]),
 )
 @few
-def test_decode(lengths, shape, kv_heads, splits, dtype, tolerance, generator):
+def test_decode(lengths, shape, kv_heads, splits, window, dtype, tolerance, generator):
     group, head_dim = shape
     cache = Cache(lengths, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, generator=generator)
     q = strided_queries(len(lengths), group * kv_heads, head_dim, dtype=dtype, generator=generator)
     arguments = (q, cache.pages, cache.table, cache.lengths)
     tuning = DecodeTuning(block_tokens=32, splits=splits, split_tokens=32, num_warps=4, num_stages=1)
-    actual = paged_decode_triton.paged_decode(*arguments, num_kv_heads=kv_heads, tuning=tuning)
-    tolerance.check(actual, paged_decode.paged_decode(*arguments, num_kv_heads=kv_heads))
+    actual = paged_decode_triton.paged_decode(*arguments, num_kv_heads=kv_heads, window=window, tuning=tuning)
+    tolerance.check(actual, paged_decode.paged_decode(*arguments, num_kv_heads=kv_heads, window=window))
 
 
 def test_decode_with_fixed_splits_is_the_same_in_any_batch(generator):
@@ -82,9 +83,10 @@ def test_decode_with_fixed_splits_is_the_same_in_any_batch(generator):
     shape=st.sampled_from(SHAPES),
     kv_heads=st.sampled_from([1, 2]),
     padding=st.sampled_from([0, 3]),
+    window=st.sampled_from([None, 1, 20, 500]),
 )
 @few
-def test_prefill(queries, cached, shape, kv_heads, padding, dtype, tolerance, generator):
+def test_prefill(queries, cached, shape, kv_heads, padding, window, dtype, tolerance, generator):
     group, head_dim = shape
     lengths = [count + cached if count else 0 for count in queries]
     cache = Cache(lengths, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype, generator=generator)
@@ -92,20 +94,24 @@ def test_prefill(queries, cached, shape, kv_heads, padding, dtype, tolerance, ge
     starts = torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     arguments = (q, cache.pages, cache.table, cache.lengths, starts)
     tuning = PrefillTuning(block_queries=16, block_tokens=32, num_warps=4, num_stages=1)
-    actual = paged_prefill_triton.paged_prefill(*arguments, num_kv_heads=kv_heads, tuning=tuning)
-    tolerance.check(actual, paged_prefill.paged_prefill(*arguments, num_kv_heads=kv_heads))
+    actual = paged_prefill_triton.paged_prefill(*arguments, num_kv_heads=kv_heads, window=window, tuning=tuning)
+    tolerance.check(actual, paged_prefill.paged_prefill(*arguments, num_kv_heads=kv_heads, window=window))
 
 
-def test_the_references_are_the_attention_of_torch(generator):
+@pytest.mark.parametrize("window", [None, 1, 12])
+def test_the_references_are_the_attention_of_torch(window, generator):
     cache = Cache([37], kv_heads=2, head_dim=64, dtype=torch.float32, generator=generator)
     q = strided_queries(20, 6, 64, dtype=torch.float32, generator=generator)
     keys, values = cache.kv[0].unflatten(1, (2, 2, 64)).permute(1, 2, 0, 3)
-    mask = torch.arange(37) <= torch.arange(17, 37)[:, None]
+    before = torch.arange(17, 37)[:, None] - torch.arange(37)
+    mask = (before >= 0) & (before < (window or 37))
     expected = F.scaled_dot_product_attention(q.transpose(0, 1), keys, values, attn_mask=mask, enable_gqa=True)
     starts = torch.tensor([0, 20], dtype=torch.int32)
-    prefill = paged_prefill.paged_prefill(q, cache.pages, cache.table, cache.lengths, starts, num_kv_heads=2)
+    prefill = paged_prefill.paged_prefill(
+        q, cache.pages, cache.table, cache.lengths, starts, num_kv_heads=2, window=window
+    )
     torch.testing.assert_close(prefill, expected.transpose(0, 1))
-    decode = paged_decode.paged_decode(q[-1:], cache.pages, cache.table, cache.lengths, num_kv_heads=2)
+    decode = paged_decode.paged_decode(q[-1:], cache.pages, cache.table, cache.lengths, num_kv_heads=2, window=window)
     torch.testing.assert_close(decode, prefill[-1:])
 
 

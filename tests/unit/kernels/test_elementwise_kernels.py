@@ -12,12 +12,17 @@ from megatron_kernels import add_rms_norm, add_rms_norm_triton, swiglu, swiglu_t
 few = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-@given(tokens=st.integers(0, 3), width=st.sampled_from([1, 33, 64, 1100]))
+@given(
+    tokens=st.integers(0, 3),
+    width=st.sampled_from([1, 33, 64, 1100]),
+    activation=st.sampled_from(["silu", "gelu_tanh"]),
+)
 @few
-def test_swiglu(tokens, width, dtype, tolerance, generator):
+def test_swiglu(tokens, width, activation, dtype, tolerance, generator):
     # Rows are strided, as where the product was padded.
     gate_up = torch.randn(tokens, 2 * width + 5, generator=generator).to(dtype)[:, : 2 * width]
-    tolerance.check(swiglu_triton.swiglu(gate_up), swiglu.swiglu(gate_up))
+    actual = swiglu_triton.swiglu(gate_up, activation=activation)
+    tolerance.check(actual, swiglu.swiglu(gate_up, activation=activation))
 
 
 def test_swiglu_into_a_given_tensor(generator):
@@ -30,7 +35,9 @@ def test_swiglu_into_a_given_tensor(generator):
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")
 def test_swiglu_of_large_gates_is_finite():
     gate_up = torch.tensor([[-1e4, 1e4, 2.0, 3.0]])
-    torch.testing.assert_close(swiglu_triton.swiglu(gate_up), torch.tensor([[0.0, 3e4]]), atol=1e-6, rtol=1e-6)
+    for activation in ("silu", "gelu_tanh"):
+        result = swiglu_triton.swiglu(gate_up, activation=activation)
+        torch.testing.assert_close(result, torch.tensor([[0.0, 3e4]]), atol=1e-6, rtol=1e-6)
 
 
 @given(tokens=st.integers(0, 3), hidden=st.sampled_from([1, 31, 64, 576]), adds=st.booleans())

@@ -16,18 +16,18 @@ SHARED_MEMORY = 227 * 1024
 VARIANTS = {
     "_add_rms_norm": 2,
     "_choose": 1,
-    "_decode_part": 2,
+    "_decode_part": 4,
     "_expert_product": 4,
     "_norm_rope_append": 2,
     "_place": 1,
-    "_prefill_block": 1,
-    "_reduce_parts": 1,
+    "_prefill_block": 3,
+    "_reduce_parts": 2,
     "_sample": 1,
     "_sum_blocks": 1,
-    "_swiglu": 1,
+    "_swiglu": 2,
 }
-"""Kernels and how often each is compiled: with and without an addition, parts or norms, to places and to pairs in
-tiles for few and for many tokens, but once for all batches."""
+"""Kernels and how often each is compiled: with and without an addition, parts, norms or a window, for two sizes of
+heads, for both activations, to places and to pairs in tiles for few and for many tokens, but once for all batches."""
 
 
 @pytest.fixture(scope="module")

@@ -102,13 +102,25 @@ def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
     seen = []
 
     def flash_attn_with_kvcache(
-        q, k_cache, v_cache, *, cache_seqlens, page_table, softmax_scale, causal, cu_seqlens_q=None, **options
+        q,
+        k_cache,
+        v_cache,
+        *,
+        cache_seqlens,
+        page_table,
+        softmax_scale,
+        causal,
+        cu_seqlens_q=None,
+        window_size,
+        **options,
     ):
         """As FlashAttention-3 documents it, computed by the references."""
         seen.append((k_cache, v_cache, options))
         assert causal
         cache = torch.stack((k_cache, v_cache), dim=2).flatten(2)
-        arguments = {"num_kv_heads": k_cache.shape[2], "scale": softmax_scale}
+        assert window_size[1] == (0 if window_size[0] >= 0 else -1)
+        window = window_size[0] + 1 if window_size[0] >= 0 else None
+        arguments = {"num_kv_heads": k_cache.shape[2], "scale": softmax_scale, "window": window}
         if cu_seqlens_q is None:
             return paged_decode.paged_decode(q[:, 0], cache, page_table, cache_seqlens, **arguments)[:, None]
         out = paged_prefill.paged_prefill(q, cache, page_table, cache_seqlens, cu_seqlens_q, **arguments)
@@ -130,8 +142,8 @@ def test_flash_attention_gets_the_pages_as_they_are(adapter, generator):
         paged_decode.paged_decode(*decode_arguments, num_kv_heads=2),
     )
     torch.testing.assert_close(
-        flash_attention_3.paged_prefill(*prefill_arguments, num_kv_heads=2),
-        paged_prefill.paged_prefill(*prefill_arguments, num_kv_heads=2),
+        flash_attention_3.paged_prefill(*prefill_arguments, num_kv_heads=2, window=2),
+        paged_prefill.paged_prefill(*prefill_arguments, num_kv_heads=2, window=2),
     )
     storage = cache.untyped_storage().data_ptr()
     for keys, values, _ in seen:
@@ -152,14 +164,20 @@ def test_flashinfer_is_called_as_it_documents(adapter, generator):
         result = torch.nn.functional.silu(x[:, : x.shape[1] // 2]) * x[:, x.shape[1] // 2 :]
         return result if out is None else out.copy_(result)
 
+    def gelu_tanh_and_mul(x, out=None):
+        gate = torch.nn.functional.gelu(x[:, : x.shape[1] // 2], approximate="tanh")
+        result = gate * x[:, x.shape[1] // 2 :]
+        return result if out is None else out.copy_(result)
+
     module = adapter(
         "flashinfer_elementwise",
-        flashinfer__activation={"silu_and_mul": silu_and_mul},
+        flashinfer__activation={"silu_and_mul": silu_and_mul, "gelu_tanh_and_mul": gelu_tanh_and_mul},
         flashinfer__norm={"fused_add_rmsnorm": fused_add_rmsnorm, "rmsnorm": rmsnorm},
     )
     x, residual = torch.randn(2, 3, 16, generator=generator)
     weight = torch.randn(16, generator=generator)
-    torch.testing.assert_close(module.swiglu(x), swiglu.swiglu(x))
+    for activation in ("silu", "gelu_tanh"):
+        torch.testing.assert_close(module.swiglu(x, activation=activation), swiglu.swiglu(x, activation=activation))
     for added in (None, x):
         expected_residual = residual.clone()
         expected = add_rms_norm.add_rms_norm(added, expected_residual, weight, epsilon=1e-5)
