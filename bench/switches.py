@@ -34,6 +34,8 @@ OF_A_STEP = (
     Switch.SHARED_KEYS,
     Switch.SPIN,
 )
+_CONTROL = "the same again"
+"""Another process of the same setting: what it differs by, a switch may differ by without a cause."""
 _HELP = {"show_default": True}
 
 
@@ -85,7 +87,7 @@ def main(
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for dtype in dtypes:
-        environments = {"": {}, **_environments(dtype, tunings)}
+        environments = {"": {}, **_environments(dtype, tunings), _CONTROL: {}}
         settings: list[Setting] = []
         try:
             for name, environment in environments.items():

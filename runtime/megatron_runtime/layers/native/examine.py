@@ -11,7 +11,8 @@ from megatron_runtime.layers.native.records import EXAMINATION
 from megatron_runtime.layers.native.sync import write
 
 _EXAMINATION_TYPE = np.dtype(EXAMINATION)
-_SUM_AT, _IS_FINITE_AT = (EXAMINATION.fields[name][1] for name in ("sum", "is_finite"))
+_NAMES = EXAMINATION.names or ()
+_SUM_AT, _IS_FINITE_AT = 8 * _NAMES.index("sum"), 8 * _NAMES.index("is_finite")
 _WORDS = ir.VectorType(I64, 4)
 _EACH = 16
 """Words of one round: four sums, so that none waits for itself."""

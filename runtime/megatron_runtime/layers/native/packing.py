@@ -5,9 +5,11 @@ N outputs, K inputs, U units of 16 outputs, P panels of 8, B blocks of 32 inputs
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -39,6 +41,9 @@ _BLOCK_SOURCES = {Q4_0: FROM_Q4_0, Q4_1: FROM_Q4_1, Q8_0: FROM_Q8_0}
 _FLOAT_SOURCES = {torch.float32: FROM_FLOAT32, torch.bfloat16: FROM_BFLOAT16, torch.float16: FROM_FLOAT16}
 _LARGE = 1 << 20
 """Bytes from which on memory is had from the system in one piece."""
+_PROVIDED = 1 << 22
+_POPULATE_WRITE = 23
+"""MADV_POPULATE_WRITE of madvise(2)."""
 _VALUE_BYTES = {FLOAT32: 4.0, BFLOAT16: 2.0, INT4: INT4_BLOCK_BYTES / (8 * BLOCK), INT8: INT8_BLOCK_BYTES / (8 * BLOCK)}
 
 
@@ -116,15 +121,26 @@ def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int) -> PackedMatrix:
 
 
 def _memory(size: int) -> torch.Tensor:
-    """uint8 [size]. Large pieces are mappings of their own, whose pages the system provides all at once: two thirds of
+    """uint8 [size]. Large pieces are mappings of their own, whose pages the system provides many at once: two thirds of
     the time that it takes to touch them one by one.
 
     Not in pages of 2 MiB: on a virtual machine whose host had taken such pages back, 540 MB of them took 3 s.
     """
-    if size < _LARGE or not hasattr(mmap, "MAP_POPULATE"):
+    if size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
         return torch.empty(size, dtype=torch.uint8)
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | mmap.MAP_POPULATE
-    return torch.frombuffer(mmap.mmap(-1, size, flags=flags), dtype=torch.uint8)
+    data = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    provide = _libc().madvise
+    # By ctypes, for other threads run meanwhile, and in pieces, for they may need memory, too.
+    for start in range(0, size, _PROVIDED):
+        at, count = ctypes.c_void_p(data.data_ptr() + start), ctypes.c_size_t(min(_PROVIDED, size - start))
+        if provide(at, count, _POPULATE_WRITE) != 0:
+            break  # Linux before 5.14: pages come as they are touched
+    return data
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
 def _pack_int4(weight_NK: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ TUNING_VARIABLE = "MEGATRON_NATIVE_TUNING"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """What was found flat around its default on every machine measured; docs/performance.md has the figures.
+    """Defaults were chosen on processors with AVX2; `bench/switches.py --tuning` measures others.
 
     tile_rows:    most rows of activations that share one reading of a weight; a format's own limit holds, too.
     ahead:        bytes before they are needed, weights are asked for.
