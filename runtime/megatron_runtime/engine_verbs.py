@@ -59,7 +59,8 @@ class EngineVerbs(ABC):
 
     def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
         """Have every rank begin its profiled range (cudaProfilerStart), in any state. Nsight Systems records it when it
-        runs the engines with `--capture-range=cudaProfilerApi`; without a profiler around them nothing is recorded.
+        runs the engines with `--capture-range=cudaProfilerApi --capture-range-end=repeat` (by default the end of a
+        range ends the engine, too); without a profiler around them nothing is recorded.
 
         ENGINE_FAILED, naming them, when some engine has no GPU; it serves on.
         """

@@ -22,8 +22,12 @@ from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.parallel.step_progress import StepProgress
 from megatron_runtime.wire.messages import Control
 
-_LONG = frozenset({"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged"})
-"""Orders that may hold an interpreter for longer than it may be silent: to free much memory takes a while, too."""
+_LONG = frozenset(
+    {"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged", "profile"}
+)
+"""Orders that may hold an interpreter for longer than it may be silent: to free much memory takes a while, too, and
+so does a profiler that writes what it recorded.
+"""
 
 ENDING_SECONDS = 1.0
 """From the news that a rank is lost to the end of the process, for the coordinator and the others to be told."""

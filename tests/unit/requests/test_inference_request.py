@@ -80,7 +80,7 @@ class TestSerialization:
     def test_the_prompts_tokens_travel_only_when_asked_for(self, request_factory, over_the_wire) -> None:
         request = request_factory()
         obj = request.serialize()
-        assert obj["prompt_tokens"] is None
+        assert obj["prompt_tokens"] is obj["remaining_prompt_tokens"] is None
         assert obj["prompt_length"] == 3
         assert "event_add_engine" not in obj
         assert request.prompt_tokens.tolist() == [1, 2, 3]
