@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 import httpx
+import psutil
 import pytest
+import zmq
 from click.testing import CliRunner
 from eventually import eventually
 from fleet import free_ports
 
 from megatron_runtime.cli import main
+from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.report import percentile
 
 COORDINATOR_FIGURES = {
@@ -77,6 +80,19 @@ def test_more_clients_than_requests_end_too(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     bench("coordinator", "--clients", "9", "--requests", "4", "--prompt-tokens", "8", "--json", str(path))
     assert set(figures_of(path, "coordinator")) == COORDINATOR_FIGURES
+
+
+@pytest.mark.timeout(60)
+def test_a_forwarder_ends_though_it_waits_for_an_engine() -> None:
+    with Forwarder() as forwarder, zmq.Context() as context, context.socket(zmq.DEALER) as client:
+        client.linger = 0
+        process = psutil.Process(forwarder.pid)
+        client.connect(forwarder.client_address)
+        before = process.num_ctx_switches().voluntary
+        client.send(b"last words")
+        while process.num_ctx_switches().voluntary == before:  # until it has them, and nobody to give them to
+            client.poll(10)
+    assert not process.is_running()
 
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 51), (99, 100), (100, 100)])

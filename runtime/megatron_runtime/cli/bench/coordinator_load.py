@@ -94,12 +94,11 @@ class Bench:
     @asynccontextmanager
     async def ways(self, *, clients: int, engines: int) -> AsyncIterator[tuple[Way, Way, Way]]:
         """Through the coordinator, through a forwarder, and with nobody between."""
-        many = {"clients": clients, "engines": engines}
         with Forwarder() as forwarder:
             async with (
-                self.peers(**many) as through,
-                self.direct_peers(forwarder, **many) as forwarded,
-                self.direct_peers(**many) as direct,
+                self.peers(clients=clients, engines=engines) as through,
+                self.direct_peers(forwarder, clients=clients, engines=engines) as forwarded,
+                self.direct_peers(clients=clients, engines=engines) as direct,
             ):
                 yield (
                     Way(*through, self.coordinator.addresses[Role.CLIENT], self.coordinator.pid),

@@ -33,6 +33,8 @@ class Forwarder:
         return self
 
     def __exit__(self, *_: object) -> None:
+        # Asked to end it might not: with the engines gone, it waits for one to give a client's last words to.
+        self._process.terminate()
         self._process.communicate()
 
 
