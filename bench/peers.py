@@ -5,8 +5,8 @@
 Each engine is a process of its own that waits while another is measured; all are pinned to the same processors. In each
 round every engine runs every cell once, one after the other; a cell's figure is the median of the rounds. Peers live in
 environments of their own (docs/performance.md says how to make them); one that does not start is named with its error.
-What is there is written after each round. Engines and servers on weights of one kind are a part of the file, which one
-run measures whole: the figures of a part are of one machine in one hour.
+What is there is written after each round of engines and each cell of servers. Engines and servers on weights of one
+kind are a part of the file, which one run measures whole: the figures of a part are of one machine in one hour.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def main(
             own: Engine = engines(name, files, venv=None, vllm_venv=None, threads=threads)[0]
             report.parts.append(Part(name, "servers", [server.engine for server in others], own))
             measure_servers(
-                others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_round=report.write
+                others, own, rounds=http_rounds, seconds_each=seconds_each, cpus=cpus, after_cell=report.write
             )
             report.write()
     for row in report.table():

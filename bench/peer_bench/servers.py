@@ -56,12 +56,14 @@ class Server:
         except OSError as error:
             log.close()
             raise WorkerError(str(error)) from error
-        while not self._answers():
-            if self.process.poll() is not None or time.perf_counter() - begun > START_SECONDS:
-                message = last_words(log)
-                self.close()
-                raise WorkerError(message)
-            time.sleep(0.02)  # another process's state
+        # One client: to make one takes more of the processor than to ask, and the server needs it.
+        with httpx.Client(timeout=5) as http:
+            while not self._answers(http):
+                if self.process.poll() is not None or time.perf_counter() - begun > START_SECONDS:
+                    message = last_words(log)
+                    self.close()
+                    raise WorkerError(message)
+                time.sleep(0.02)  # another process's state
         self.engine.add(READY, time.perf_counter() - begun)
         try:
             self.model = httpx.get(f"{self.url}/v1/models", timeout=30).raise_for_status().json()["data"][0]["id"]
@@ -104,9 +106,9 @@ class Server:
             self.process.wait()
         self.process = None
 
-    def _answers(self) -> bool:
+    def _answers(self, http: httpx.Client) -> bool:
         try:
-            return httpx.get(self.url + self.path, timeout=5).status_code == 200
+            return http.get(self.url + self.path).status_code == 200
         except httpx.TransportError:
             return False
 
@@ -142,7 +144,7 @@ def measure_servers(
     rounds: int,
     seconds_each: float,
     cpus: set[int],
-    after_round: Callable[[], None],
+    after_cell: Callable[[], None],
 ) -> None:
     """Every number of clients once a round, servers by turns, and our engine alone at the same batch beside them.
 
@@ -162,8 +164,8 @@ def measure_servers(
                         server.engine.attempt(lambda s=server, c=cell, n=number: _measure(s, c, seed=n + 1))  # type: ignore[misc]
                 if own.worker is not None:
                     own.attempt(lambda c=cell, n=number: _measure_own(own, c, seed=-n))  # type: ignore[misc]
-            print(f"{own.weights}, http: round {number + 1} of {rounds}", flush=True)
-            after_round()
+                print(f"{own.weights}, {cell.name}: round {number + 1} of {rounds}", flush=True)
+                after_cell()
     finally:
         for server in group:
             server.close()

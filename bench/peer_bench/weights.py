@@ -34,22 +34,32 @@ STEP_BYTES = {
 def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
     """Return paths: "hf" a directory that transformers reads, and a GGUF file by the name of the weights.
 
-    directory: kept between runs, for those that keep what they compiled by the path of the weights.
+    directory: kept between runs, for those that keep what they compiled by the path of the weights. What is there and
+    newer than the model is not written again.
     """
     directory = directory.absolute()
     source = resolve(MODEL).location
     files = {"hf": str(directory / "hf"), "4-bit": str(source)}
-    export_hf(MODEL, directory / "hf")
-    tokenizer = load_tokenizer(MODEL)
-    (directory / "hf" / "tokenizer.json").write_text(tokenizer.to_json())
-    (directory / "hf" / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+    last = directory / "hf" / "tokenizer_config.json"
+    if not _is_current(last, source):
+        export_hf(MODEL, directory / "hf")
+        (directory / "hf" / "tokenizer.json").write_text(load_tokenizer(MODEL).to_json())
+        last.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
     # float16 is the faster form of 16 bits where a processor does not multiply bfloat16.
     kinds = {"bfloat16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
     for name, kind in kinds.items():
         if name in weights:
-            files[name] = str(directory / f"{name}.gguf")
-            _write_gguf(source, Path(files[name]), kind)
+            target = directory / f"{name}.gguf"
+            files[name] = str(target)
+            if not _is_current(target, source):
+                # Whole or not at all.
+                _write_gguf(source, target.with_suffix(".part"), kind)
+                target.with_suffix(".part").rename(target)
     return files
+
+
+def _is_current(written: Path, source: Path) -> bool:
+    return written.exists() and written.stat().st_mtime > source.stat().st_mtime
 
 
 def _write_gguf(source: Path, target: Path, kind: gguf.GGMLQuantizationType) -> None:
