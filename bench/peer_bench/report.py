@@ -28,15 +28,12 @@ class Part:
     engines: list[Engine]
     own: Engine | None = None
 
-    @property
-    def key(self) -> tuple[int, str]:
-        """By which parts are sorted."""
-        return list(DTYPES).index(self.weights), self.kind
-
 
 @dataclass(slots=True)
 class Report:
     """The document at `path`, written anew after each round: parts of this run take the place of those of earlier runs.
+
+    `machine` of the document is that of the last run, `parts` say of each on what machine and of what code it is.
 
     machine: whatever says which; bandwidth: bytes/s; compute: float32 operations/s.
     """
@@ -50,12 +47,15 @@ class Report:
 
     def write(self) -> None:
         """The document, and a plot beside it."""
-        earlier = json.loads(self.path.read_text()).get("parts", []) if self.path.exists() else []
-        by_key = {Part(part["weights"], part["kind"], []).key: part for part in earlier}
-        by_key |= {part.key: self._document(part) for part in self.parts}
-        parts = [part for _, part in sorted(by_key.items())]
-        self.path.write_text(json.dumps({"parts": parts}, indent=2) + "\n")
-        self.path.with_suffix(".svg").write_text(plot([row for part in parts for row in part["rows"]]))
+        earlier = json.loads(self.path.read_text()) if self.path.exists() else {"rows": [], "parts": []}
+        mine = {(part.weights, part.kind) for part in self.parts}
+        rows = [row for row in earlier["rows"] if (row["weights"], row["kind"]) not in mine]
+        parts = [part for part in earlier["parts"] if (part["weights"], part["kind"]) not in mine]
+        rows += [row for part in self.parts for row in self._rows(part)]
+        parts += [self._document(part) for part in self.parts]
+        document = {"machine": self.machine, "rows": sorted(rows, key=_order), "parts": sorted(parts, key=_order)}
+        self.path.write_text(json.dumps(document, indent=2) + "\n")
+        self.path.with_suffix(".svg").write_text(plot(document["rows"]))
 
     def table(self) -> list[tuple[str, ...]]:
         """Of this run."""
@@ -68,7 +68,6 @@ class Report:
             "weights": part.weights,
             "kind": part.kind,
             "machine": self.machine | {"percent_taken_by_its_host": _rounded(100 * self._stolen())},
-            "rows": list(self._rows(part)),
             "participants": [_participant(engine) for engine in part.engines],
         }
 
@@ -89,6 +88,7 @@ class Report:
             ratio = None if best is None else medians[best] / ours if cell.is_less else ours / medians[best]
             yield {
                 "weights": part.weights,
+                "kind": part.kind,
                 "cell": cell.name,
                 "ours": _rounded(ours),
                 "best_peer": None if best is None else _rounded(medians[best]),
@@ -115,6 +115,11 @@ class Report:
         if cell is READY and own is not None:
             return {"of_it_import_torch": round(own.start.get("platform_seconds", 0.0), 2)}
         return {}
+
+
+def _order(entry: dict[str, Any]) -> tuple[int, str]:
+    """Of rows and of parts."""
+    return list(DTYPES).index(entry["weights"]), entry["kind"]
 
 
 def plot(rows: list[dict[str, Any]]) -> str:

@@ -43,11 +43,7 @@ def report(tmp_path: Path) -> Report:
 
 
 def rows_of(report: Report) -> dict[str, dict]:
-    return {row["cell"]: row for part in parts_of(report) for row in part["rows"]}
-
-
-def parts_of(report: Report) -> list[dict]:
-    return json.loads(report.path.read_text())["parts"]
+    return {row["cell"]: row for row in json.loads(report.path.read_text())["rows"]}
 
 
 def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> None:
@@ -58,7 +54,7 @@ def test_one_that_fails_is_named_and_the_others_are_measured(report: Report) -> 
     ]
     report.parts.append(Part("4-bit", "engines", group))
     measure_all(group, rounds=2, seconds_each=1e9, cpus=CPUS, after_round=report.write)
-    (part,) = parts_of(report)
+    (part,) = json.loads(report.path.read_text())["parts"]
     assert {e["engine"]: e["failure"] for e in part["participants"]} == {
         OURS: None,
         "slow": None,
@@ -103,9 +99,12 @@ def test_what_a_run_does_not_measure_stays_in_the_file(report: Report) -> None:
     for figure, weights, kind in ((1, "float32", "engines"), (2, "4-bit", "servers"), (3, "4-bit", "engines")):
         measure(figure, weights, kind)
     measure(4, "float32", "engines")
+    document = json.loads(report.path.read_text())
     shown = [
-        (part["weights"], part["kind"], part["machine"]["at"], part["rows"][0]["ours"]) for part in parts_of(report)
+        (part["weights"], part["kind"], part["machine"]["at"], row["ours"])
+        for part, row in zip(document["parts"], document["rows"], strict=True)
     ]
+    assert document["machine"] == {"at": 4}
     assert shown == [("4-bit", "engines", 3, 3), ("4-bit", "servers", 2, 2), ("float32", "engines", 4, 4)]
 
 
