@@ -69,7 +69,15 @@ def test_a_coroutine_that_is_refused_is_closed(manager) -> None:
     assert inspect.getcoroutinestate(refused) == inspect.CORO_CLOSED
 
 
-def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager) -> None:
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Whoever starts the tests in the background has them ignore SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, interruptible: None) -> None:
     begun, cancelled = threading.Event(), threading.Event()
 
     async def wait() -> None:
