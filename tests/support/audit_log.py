@@ -41,7 +41,9 @@ class AuditLog:
 
     def __init__(self, path: Path, *, user: str) -> None:
         self._path, self._user = path, user
-        self._from = path.stat().st_size if path.exists() else 0
+        found = path.stat() if path.exists() else None
+        self._from = found.st_size if found else 0
+        self._inode = found.st_ino if found else None
 
     def requests(self) -> list[Request]:
         return list(self._read())
@@ -50,11 +52,20 @@ class AuditLog:
         return [request for request in self._read() if request.writes]
 
     def _read(self) -> Iterator[Request]:
-        with self._path.open("rb") as log:
-            log.seek(self._from)
-            for line in log:
-                if line.endswith(b"\n") and (entry := json.loads(line))["user"]["username"] == self._user:
-                    yield _request(entry)
+        for path, begin in self._files():
+            with path.open("rb") as log:
+                log.seek(begin)
+                for line in log:
+                    if line.endswith(b"\n") and (entry := json.loads(line))["user"]["username"] == self._user:
+                        yield _request(entry)
+
+    def _files(self) -> list[tuple[Path, int]]:
+        """With where to begin in each: the API server puts a large log aside, under its name and the time."""
+        aside = sorted(self._path.parent.glob(f"{self._path.stem}-*{self._path.suffix}"))
+        files = [*aside, self._path]
+        first = next((number for number, path in enumerate(files) if path.stat().st_ino == self._inode), len(aside))
+        begin = self._from if files[first].stat().st_ino == self._inode else 0
+        return [(path, begin if number == 0 else 0) for number, path in enumerate(files[first:])]
 
 
 def _request(entry: dict[str, Any]) -> Request:
