@@ -1,6 +1,6 @@
 """What each optimisation of a step on a processor gives: the engine with it and without, by turns, in one run.
 
-    python bench/switches.py --json docs/switches.json
+    python bench/switches.py --json switches.json
 
 Every setting is an engine in a process of its own, which sleeps while another is measured. In each round every engine
 runs every cell once; a gain is the median over the rounds of (time without) / (time with), both of the same round, with
@@ -21,19 +21,10 @@ from peer_bench.processes import Worker
 
 from megatron_runtime.cli.bench.report import machine
 from megatron_runtime.layers.native.tuning import TUNING_VARIABLE
-from megatron_runtime.switches import Switch
+from megatron_runtime.switches import OF_A_STEP, Switch
 
 CELLS = {"b1": (1, 64, 25), "b8": (8, 64, 13), "prefill 512": (1, 512, 1)}
 """Sequences, tokens of each prompt, tokens generated. The first token's time is not the decode's."""
-OF_A_STEP = (
-    Switch.CACHE_IN_BFLOAT16,
-    Switch.TILES,
-    Switch.PREFETCH,
-    Switch.PRIVATE_INPUTS,
-    Switch.TICKETS,
-    Switch.SHARED_KEYS,
-    Switch.SPIN,
-)
 _CONTROL = "the same again"
 """Another process of the same setting: what it differs by, a switch may differ by without a cause."""
 _HELP = {"show_default": True}
@@ -70,7 +61,7 @@ def _environments(dtype: str, tunings: tuple[str, ...]) -> dict[str, dict[str, s
         # Where torch runs, the compiled step's own switches change nothing.
         native = {Switch.NATIVE.value: "0"}
         return {Switch.NATIVE: native, Switch.PACKED_LINEAR: {**native, Switch.PACKED_LINEAR.value: "0"}}
-    return {switch: {switch.value: "0"} for switch in OF_A_STEP}
+    return {switch: {switch.value: "0"} for switch in (Switch.CACHE_IN_BFLOAT16, *OF_A_STEP)}
 
 
 @click.command()

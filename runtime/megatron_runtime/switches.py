@@ -43,6 +43,17 @@ class Switch(StrEnum):
     """The coordinator asks Linux for slices of 0.1 ms."""
 
 
+OF_A_STEP = (
+    Switch.TILES,
+    Switch.PREFETCH,
+    Switch.PRIVATE_INPUTS,
+    Switch.TICKETS,
+    Switch.SHARED_KEYS,
+    Switch.SPIN,
+)
+"""What changes how a compiled step is computed, and nothing of its answer."""
+
+
 def is_on(switch: Switch, environment: Mapping[str, str] = os.environ) -> bool:
     """Raises InvalidSwitchError."""
     value = environment.get(switch, "1")

@@ -77,27 +77,34 @@ def interruptible() -> Iterator[None]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, interruptible: None) -> None:
-    begun, cancelled = threading.Event(), threading.Event()
+class Waiting:
+    """Somebody who waits for ever, and says when that began and that it was cancelled."""
 
-    async def wait() -> None:
-        begun.set()
+    def __init__(self) -> None:
+        self.begun, self.cancelled = threading.Event(), threading.Event()
+
+    async def wait(self) -> None:
+        self.begun.set()
         try:
             await asyncio.Event().wait()
         except asyncio.CancelledError:
-            cancelled.set()
+            self.cancelled.set()
             raise
 
+
+def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, interruptible: None) -> None:
+    waiting = Waiting()
+
     def interrupt() -> None:
-        begun.wait()
+        waiting.begun.wait()
         signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        manager.run_sync(wait())
+        manager.run_sync(waiting.wait())
     thread.join()
-    assert cancelled.wait(20)
+    assert waiting.cancelled.wait(20)
 
 
 def test_run_sync_on_its_own_loop_is_an_error_and_no_deadlock(manager) -> None:
@@ -129,23 +136,13 @@ async def test_run_async_from_any_loop(manager) -> None:
 
 
 async def test_a_caller_that_is_cancelled_cancels_what_it_waits_for(manager) -> None:
-    cancelled = threading.Event()
-    begun = threading.Event()
-
-    async def wait() -> None:
-        begun.set()
-        try:
-            await asyncio.Event().wait()
-        except asyncio.CancelledError:
-            cancelled.set()
-            raise
-
-    task = asyncio.create_task(manager.run_async(wait()))
-    await asyncio.to_thread(begun.wait)
+    waiting = Waiting()
+    task = asyncio.create_task(manager.run_async(waiting.wait()))
+    await asyncio.to_thread(waiting.begun.wait)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await asyncio.to_thread(cancelled.wait, 20)
+    assert await asyncio.to_thread(waiting.cancelled.wait, 20)
 
 
 def test_stop_cancels_what_still_runs_and_wakes_who_waits(manager) -> None:

@@ -10,17 +10,9 @@ from megatron_runtime.layers.linear import Linear
 from megatron_runtime.layers.native.compiled import is_supported
 from megatron_runtime.layers.native.records import BFLOAT16, INT8
 from megatron_runtime.layers.native.tuning import TUNING_VARIABLE, Tuning, tuning
-from megatron_runtime.switches import InvalidSwitchError, Switch, is_on
+from megatron_runtime.switches import OF_A_STEP, InvalidSwitchError, Switch, is_on
 
 needs_native = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
-OF_A_STEP = (
-    Switch.TILES,
-    Switch.PREFETCH,
-    Switch.PRIVATE_INPUTS,
-    Switch.TICKETS,
-    Switch.SHARED_KEYS,
-    Switch.SPIN,
-)
 
 
 def test_a_switch_is_on_unless_it_says_zero() -> None:
