@@ -4,7 +4,9 @@ import asyncio
 import concurrent.futures
 import inspect
 import signal
+import sys
 import threading
+import time
 import types
 from collections.abc import Iterator
 
@@ -95,9 +97,13 @@ class Waiting:
 def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, interruptible: None) -> None:
     waiting = Waiting()
 
+    main = threading.main_thread().ident
+
     def interrupt() -> None:
         waiting.begun.wait()
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        while sys._current_frames()[main].f_code is not threading.Condition.wait.__code__:
+            time.sleep(0.01)  # until the main thread waits: what it waits for begins on another, and may be first
+        signal.pthread_kill(main, signal.SIGINT)
 
     thread = threading.Thread(target=interrupt)
     thread.start()
