@@ -1,10 +1,10 @@
-"""What each optimisation of a step on a processor gives: the engine with it and without, by turns, in one run.
+"""What the switches of an engine give that decide what it is made of: one with it and one without, by turns.
 
     python bench/switches.py --json switches.json
 
 Every setting is an engine in a process of its own, which sleeps while another is measured. In each round every engine
 runs every cell once; a gain is the median over the rounds of (time without) / (time with), both of the same round, with
-least and most. `--tuning NAME=NUMBER` measures another value of a size instead, such as `--tuning pieces=4`.
+least and most. Switches of a compiled step are measured more finely, in one process: bench/step_switches.py.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ import click
 from peer_bench.processes import Worker
 
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.layers.native.tuning import TUNING_VARIABLE
-from megatron_runtime.switches import OF_A_STEP, Switch
+from megatron_runtime.switches import Switch
 
 CELLS = {"b1": (1, 64, 25), "b8": (8, 64, 13), "prefill 512": (1, 512, 1)}
 """Sequences, tokens of each prompt, tokens generated. The first token's time is not the decode's."""
@@ -54,14 +53,12 @@ def gains(usual: Setting, other: Setting) -> dict[str, list[float]]:
     return {cell: [round(one, 3) for one in (median(r), min(r), max(r))] for cell, r in ratios.items()}
 
 
-def _environments(dtype: str, tunings: tuple[str, ...]) -> dict[str, dict[str, str]]:
-    if tunings:
-        return {tuning: {TUNING_VARIABLE: tuning} for tuning in tunings}
+def _environments(dtype: str) -> dict[str, dict[str, str]]:
     if dtype == "float32":
         # Where torch runs, the compiled step's own switches change nothing.
         native = {Switch.NATIVE.value: "0"}
         return {Switch.NATIVE: native, Switch.PACKED_LINEAR: {**native, Switch.PACKED_LINEAR.value: "0"}}
-    return {switch: {switch.value: "0"} for switch in (Switch.CACHE_IN_BFLOAT16, *OF_A_STEP)}
+    return {Switch.CACHE_IN_BFLOAT16: {Switch.CACHE_IN_BFLOAT16.value: "0"}}
 
 
 @click.command()
@@ -69,16 +66,13 @@ def _environments(dtype: str, tunings: tuple[str, ...]) -> dict[str, dict[str, s
 @click.option("--dtype", "dtypes", multiple=True, default=["int4", "bfloat16", "float32"], **_HELP)
 @click.option("--rounds", type=click.IntRange(min=1), default=3, **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
-@click.option("--tuning", "tunings", multiple=True, help="NAME=NUMBER: measure this instead of the switches.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
-def main(
-    *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, tunings: tuple[str, ...], json_file: Path | None
-) -> None:
+def main(*, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, json_file: Path | None) -> None:
     """Measure an engine with each switch on and off."""
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
     found: dict[str, dict[str, dict[str, list[float]]]] = {}
     for dtype in dtypes:
-        environments = {"": {}, **_environments(dtype, tunings), _CONTROL: {}}
+        environments = {"": {}, **_environments(dtype), _CONTROL: {}}
         settings: list[Setting] = []
         try:
             for name, environment in environments.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -25,6 +26,8 @@ from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState
 logger = logging.getLogger(__name__)
 
 _RUNNING = CoordinatorState.RUNNING  # see dispatching.py
+MOST_LATER = 64
+"""Control messages of plain clients that wait for the operation under way."""
 
 
 class Surroundings(Protocol):
@@ -76,6 +79,7 @@ class Verbs:
         self._surroundings = surroundings
         self._clock = clock
         self._ended = EndedOperations()
+        self._later: deque[tuple[Control, Client]] = deque()
 
     # --- what others ask ----------------------------------------------------------------------------------------
 
@@ -130,6 +134,10 @@ class Verbs:
         known = self._ended.answer_to(operation_id)
         if known is not None:
             self._answer(asker, known, control)
+            return
+        if self.current is not None and asker.plain and len(self._later) < MOST_LATER:
+            # It is told nothing, so it can neither wait for the end nor try again.
+            self._later.append((control, asker))
             return
         refusal = self._refusal(control)
         if refusal is not None:
@@ -359,3 +367,5 @@ class Verbs:
                 engine.entered_during = None
                 self._surroundings.welcome(engine)
         self._surroundings.pump()
+        while self._later and self.current is None:
+            self.handle(*self._later.popleft())

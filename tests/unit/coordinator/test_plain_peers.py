@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import zmq
 
+from megatron_runtime.data_parallel_inference_coordinator.verbs import MOST_LATER
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Header, Role
@@ -140,17 +141,32 @@ async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, cli
     client.say(Header.PAUSE)
     assert await theirs.hear() == [Header.PAUSE]
     await stage.until(lambda: coordinator.verbs.state == "PAUSED")
+    # One after the other, and no answer in between: each waits for the end of the one before.
     client.say(Header.SET_GENERATION_EPOCH, 9)
-    assert await theirs.hear() == [Header.SET_GENERATION_EPOCH, 9]
-    await ours.until(lambda: ours.epoch == 9)
     client.say(Header.START_CUDA_PROFILER)
-    assert await theirs.hear() == [Header.START_CUDA_PROFILER]
-    await ours.until(lambda: ours.acted[Header.START_CUDA_PROFILER])
     client.say(Header.UNPAUSE)
+    assert await theirs.hear() == [Header.SET_GENERATION_EPOCH, 9]
+    assert await theirs.hear() == [Header.START_CUDA_PROFILER]
     assert await theirs.hear() == [Header.UNPAUSE]
     once = dict.fromkeys((Header.PAUSE, Header.SET_GENERATION_EPOCH, Header.START_CUDA_PROFILER, Header.UNPAUSE), 1)
     await ours.until(lambda: ours.acted == once)
+    assert ours.epoch == 9
     assert client.heard.empty()
+
+
+async def test_plain_control_messages_wait_as_far_as_there_is_room(stage, client) -> None:
+    ours = await stage.engine(mute={Header.PAUSE})
+    coordinator = stage.coordinators[-1]
+    client.say(Header.PAUSE)
+    await stage.until(lambda: coordinator.verbs.current is not None)
+    for epoch in range(1, MOST_LATER + 4):
+        client.say(Header.SET_GENERATION_EPOCH, epoch)
+    client.say(Header.SUBMIT_REQUEST, 0, [-1], PARAMS)
+    await client.hear()  # all that was said before has been heard
+    assert coordinator.verbs.epoch == 0
+    ours.close()  # what is under way ends with it
+    await stage.until(lambda: coordinator.verbs.current is None)
+    assert coordinator.verbs.epoch == MOST_LATER
 
 
 async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> None:

@@ -1,0 +1,185 @@
+"""What each switch of a compiled step gives: one engine, whose steps are computed with it and without by turns.
+
+    python bench/step_switches.py --json step_switches.json
+
+All settings read the same weights in the same memory, so that what two processes differ by is not in the figures. In
+each round every setting computes one step, in an order drawn anew; a gain is (time without) / (time with) of a round:
+median over the rounds, and the two between which half of them lie. `the same again` is another decoder of the usual
+setting: what it differs from 1 by, a switch may without a cause. `--tuning pieces=4` measures another value of a size
+instead of the switches.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import median, quantiles
+
+import click
+import numpy as np
+
+from megatron_runtime.cli.bench.report import machine
+from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.device import Processor
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.layers.native.tuning import TUNING_VARIABLE
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.models.native_decoder import NativeDecoder
+from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.switches import OF_A_STEP
+
+_USUAL, _CONTROL = "usual", "the same again"
+_PROMPT = 64
+_LONG_PROMPT = 512
+_BATCHES = (1, 8, 32)
+_SEQUENCE = 1024
+_HELP = {"show_default": True}
+Gains = dict[str, list[float]]
+"""By setting: the median, and the quarters around it."""
+
+
+class Engine:
+    """An engine that computes each step by the setting it is told.
+
+    settings: environment by name.
+    """
+
+    def __init__(self, model: str, dtype: str, threads: int, settings: Mapping[str, Mapping[str, str]]) -> None:
+        built = build_engine(
+            EngineSettings(
+                coordinator="tcp://127.0.0.1:0",  # never connected to
+                name="bench",
+                model=model,
+                dtype=dtype,
+                max_sequence_length=_SEQUENCE,
+                threads=threads,
+                prefix_caching=False,
+            )
+        )
+        self._engine: DynamicInferenceEngine = built.engine
+        self._engine.executor.load()
+        assert built.controller is not None
+        self._controller = built.controller
+        loaded = self._controller.inference_wrapped_model
+        if not isinstance(loaded, GPTInferenceWrapper) or not isinstance(loaded.model, NativeDecoder):
+            raise click.ClickException(f"{dtype} of {model} does not run compiled here: there is nothing to compare")
+        config, weights = loaded.model.config, loaded.model.weights
+        page_size, activations = self._engine.executor.page_size, Processor().select_dtype(dtype)
+        self._wrappers = {}
+        for name, environment in settings.items():
+            with _environment(environment):
+                decoder = NativeDecoder(config, weights)
+            self._wrappers[name] = GPTInferenceWrapper(decoder, page_size=page_size, dtype=activations)
+        self._numbers = itertools.count()
+        self._random = np.random.default_rng(0)
+
+    @property
+    def settings(self) -> list[str]:
+        return list(self._wrappers)
+
+    def add(self, count: int, *, prompt_tokens: int, new_tokens: int) -> None:
+        params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
+        none = np.empty(0, dtype=np.int32)
+        for _ in range(count):
+            prompt = self._random.integers(10, 20_000, prompt_tokens, dtype=np.int32)
+            self._engine.add_request(EngineRequest(next(self._numbers), prompt, none, params))
+
+    def step(self, setting: str) -> float:
+        """Seconds."""
+        self._controller.inference_wrapped_model = self._wrappers[setting]
+        begun = time.perf_counter()
+        self._engine.step()
+        return time.perf_counter() - begun
+
+    def finish(self) -> None:
+        while self._engine.has_work:
+            self._engine.step()
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def gains(rounds: list[dict[str, float]]) -> Gains:
+    """rounds: seconds of a step by setting."""
+    found: Gains = {}
+    for name in rounds[0]:
+        if name != _USUAL:
+            ratios = [seconds[name] / seconds[_USUAL] for seconds in rounds]
+            low, _, high = quantiles(ratios, n=4)
+            found[name] = [round(one, 3) for one in (median(ratios), low, high)]
+    return found
+
+
+def _by_turns(engine: Engine, count: int, *, batch: int, prompt_tokens: int) -> list[dict[str, float]]:
+    """Decode steps of one batch that grows old together; of prompts where prompt_tokens is the long one."""
+    names, rounds = engine.settings, []
+    is_prompt = prompt_tokens == _LONG_PROMPT
+    if not is_prompt:
+        engine.add(batch, prompt_tokens=prompt_tokens, new_tokens=(count + 1) * len(names) + _PROMPT)
+        for _ in range(_PROMPT // 2):  # until every prompt is done
+            engine.step(_USUAL)
+    for number in range(count + 1):
+        seconds = {}
+        for name in random.sample(names, len(names)):
+            if is_prompt:
+                engine.add(1, prompt_tokens=prompt_tokens, new_tokens=1)
+            seconds[name] = engine.step(name)
+            if is_prompt:
+                engine.finish()
+        if number > 0:  # what is made at first use
+            rounds.append(seconds)
+    return rounds
+
+
+@click.command()
+@click.option("--model", default="builtin:smollm2-135m", **_HELP)
+@click.option("--dtype", "dtypes", multiple=True, default=["int4", "int8", "bfloat16", "float32"], **_HELP)
+@click.option("--rounds", type=click.IntRange(min=2, max=60), default=40, **_HELP)
+@click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
+@click.option("--tuning", "tunings", multiple=True, help="NAME=NUMBER: measure this instead of the switches.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+def main(
+    *, model: str, dtypes: tuple[str, ...], rounds: int, threads: int, tunings: tuple[str, ...], json_file: Path | None
+) -> None:
+    """Compute the steps of one engine with each switch on and off."""
+    os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:threads]))
+    others = {tuning: {TUNING_VARIABLE: tuning} for tuning in tunings} or {s.value: {s.value: "0"} for s in OF_A_STEP}
+    settings = {_USUAL: {}, _CONTROL: {}, **others}
+    found: dict[str, dict[str, Gains]] = {}
+    for dtype in dtypes:
+        engine = Engine(model, dtype, threads, settings)
+        for batch in _BATCHES:
+            found.setdefault(dtype, {})[f"b{batch}"] = gains(
+                _by_turns(engine, rounds, batch=batch, prompt_tokens=_PROMPT)
+            )
+            engine.finish()
+        prompts = _by_turns(engine, max(2, rounds // 4), batch=1, prompt_tokens=_LONG_PROMPT)
+        found[dtype][f"prefill {_LONG_PROMPT}"] = gains(prompts)
+        for name in (_CONTROL, *others):
+            cells = {cell: values[name] for cell, values in found[dtype].items()}
+            figures = "  ".join(f"{cell} {v[0]:.3f} ({v[1]:.3f}-{v[2]:.3f})" for cell, v in cells.items())
+            click.echo(f"{dtype:9} {name:24} {figures}")
+    if json_file is not None:
+        options = {"model": model, "rounds": rounds, "threads": threads}
+        document = {"benchmark": "step_switches", "machine": machine(), "options": options, "gains": found}
+        json_file.write_text(json.dumps(document, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
