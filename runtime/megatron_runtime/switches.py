@@ -23,6 +23,8 @@ class Switch(StrEnum):
     differ where two tokens are as likely as each other, those in bfloat16 by rounding."""
     PARALLEL_LOAD = "MEGATRON_PARALLEL_LOAD"
     """All threads read and pack weights; off: one."""
+    LARGE_PAGES = "MEGATRON_LARGE_PAGES"
+    """Packed weights are moved into pages of 2 MiB after they were loaded; off: they stay in pages of 4 KiB."""
     CACHE_IN_BFLOAT16 = "MEGATRON_CACHE_IN_BFLOAT16"
     """Of int4, int8 and bfloat16; off: keys and values in float32, and answers differ by their rounding."""
     TILES = "MEGATRON_TILES"

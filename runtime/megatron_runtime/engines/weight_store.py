@@ -115,6 +115,8 @@ class WeightStore:
         threads = torch.get_num_threads() if is_compiled and is_on(Switch.PARALLEL_LOAD) else 1
         with _one_thread(), with_progress(checkpoint, what=what) as shown:
             weights = load_weights(shown, self._dtype, shard=self._shard, linears=linears, threads=threads)
+        if isinstance(linears, NativeLinears):
+            linears.settle()
         return weights, checkpoint.signature()
 
 

@@ -13,11 +13,13 @@ from megatron_runtime.layers.embedding import Embedding
 from megatron_runtime.layers.linear import DenseLinears, Linear, Weight
 from megatron_runtime.layers.native.compiled import entry
 from megatron_runtime.layers.native.entry_points import LOOK_UP
+from megatron_runtime.layers.native.memory import WeightMemory
 from megatron_runtime.layers.native.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
 from megatron_runtime.layers.native.records import PRODUCT
 from megatron_runtime.layers.native.team import shared_team
 from megatron_runtime.layers.native.tuning import tuning
 from megatron_runtime.layers.quantized import QuantizedTensor, concatenate
+from megatron_runtime.switches import Switch, is_on
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -87,10 +89,16 @@ class NativeLinears:
         self._format = format
         self.quantized_kinds = QUANTIZED_KINDS
         self._dense = DenseLinears(self.dtype)
+        self._memory = WeightMemory()
+
+    def settle(self) -> None:
+        """All matrices are made: steps will read them."""
+        if is_on(Switch.LARGE_PAGES):
+            self._memory.join_pages()
 
     def linear(self, weight_NK: Weight) -> Linear:
         if fits(*weight_NK.shape):
-            return NativeLinear(pack(weight_NK, self._format))
+            return NativeLinear(self._pack(weight_NK, self._format))
         return self._dense.linear(_dense(weight_NK))
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
@@ -98,12 +106,12 @@ class NativeLinears:
 
     def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
         if all(fits(*part.shape) for part in parts):
-            return NativeLinear(pack(parts, self._format))
+            return NativeLinear(self._pack(parts, self._format))
         return self.linear(concatenate(parts))
 
     def embedding(self, weight_VD: Weight) -> Embedding:
         return (
-            NativeEmbedding(pack(weight_VD, self._table_format))
+            NativeEmbedding(self._pack(weight_VD, self._table_format))
             if fits(*weight_VD.shape)
             else self._dense.embedding(_dense(weight_VD))
         )
@@ -111,8 +119,11 @@ class NativeLinears:
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
         if not fits(*weight_VD.shape):
             return self._dense.tied(_dense(weight_VD))
-        matrix = pack(weight_VD, self._table_format)
+        matrix = self._pack(weight_VD, self._table_format)
         return NativeEmbedding(matrix), NativeLinear(matrix)
+
+    def _pack(self, weight: Weight | Sequence[QuantizedTensor], format: Format) -> PackedMatrix:
+        return pack(weight, format, self._memory)
 
     @property
     def _table_format(self) -> Format:

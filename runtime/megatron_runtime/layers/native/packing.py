@@ -5,17 +5,15 @@ N outputs, K inputs, U units of 16 outputs, P panels of 8, B blocks of 32 inputs
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
 
 from megatron_runtime.layers.native.compiled import entry
 from megatron_runtime.layers.native.entry_points import PACK
+from megatron_runtime.layers.native.memory import WeightMemory
 from megatron_runtime.layers.native.records import (
     BFLOAT16,
     FLOAT32,
@@ -39,11 +37,6 @@ QUANTIZED_KINDS = frozenset((Q4_0, Q4_1, Q8_0))
 _FORMATS = {"float32": FLOAT32, "bfloat16": BFLOAT16, "int4": INT4, "int8": INT8}
 _BLOCK_SOURCES = {Q4_0: FROM_Q4_0, Q4_1: FROM_Q4_1, Q8_0: FROM_Q8_0}
 _FLOAT_SOURCES = {torch.float32: FROM_FLOAT32, torch.bfloat16: FROM_BFLOAT16, torch.float16: FROM_FLOAT16}
-_LARGE = 1 << 20
-"""Bytes from which on memory is had from the system in one piece."""
-_PROVIDED = 1 << 22
-_POPULATE_WRITE = 23
-"""MADV_POPULATE_WRITE of madvise(2)."""
 _VALUE_BYTES = {FLOAT32: 4.0, BFLOAT16: 2.0, INT4: INT4_BLOCK_BYTES / (8 * BLOCK), INT8: INT8_BLOCK_BYTES / (8 * BLOCK)}
 
 
@@ -76,11 +69,15 @@ def fits(outputs: int, inputs: int) -> bool:
     return outputs % 16 == 0 and inputs % BLOCK == 0
 
 
-def pack(weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str) -> PackedMatrix:
+def pack(
+    weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], name: str, memory: WeightMemory | None = None
+) -> PackedMatrix:
     """Pack a weight in the format of this name; a quantised one as it is, where that is an integer format.
 
     weight: several of one kind are one, rows after rows; each must fit by itself.
+    memory: where it goes; None is one of its own.
     """
+    memory = memory or WeightMemory()
     if isinstance(weight, QuantizedTensor):
         weight = [weight]
     form = _FORMATS[name]
@@ -88,12 +85,12 @@ def pack(weight: torch.Tensor | QuantizedTensor | Sequence[QuantizedTensor], nam
         if form in (INT4, INT8):
             form = INT8 if weight[0].kind == Q8_0 else INT4
         sources = [_Rows(_BLOCK_SOURCES[part.kind], part.blocks_NB, part.shape[0]) for part in weight]
-        return _pack_rows(sources, form, weight[0].shape[1])
+        return _pack_rows(sources, form, weight[0].shape[1], memory)
     outputs, inputs = weight.shape
     if form in (INT4, INT8):
-        return PackedMatrix(form, outputs, inputs, _PACKERS[name](weight))
+        return PackedMatrix(form, outputs, inputs, _PACKERS[name](weight, memory))
     rows = weight if weight.dtype in _FLOAT_SOURCES else weight.float()
-    return _pack_rows([_Rows(_FLOAT_SOURCES[rows.dtype], rows, outputs)], form, inputs)
+    return _pack_rows([_Rows(_FLOAT_SOURCES[rows.dtype], rows, outputs)], form, inputs, memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +102,10 @@ class _Rows:
     count: int
 
 
-def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int) -> PackedMatrix:
+def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int, memory: WeightMemory) -> PackedMatrix:
     """From where the weight lies straight into panels: no other copy of it is made."""
     outputs = sum(part.count for part in parts)
-    packed = PackedMatrix(form, outputs, inputs, _memory(int(outputs * inputs * _VALUE_BYTES[form])))
+    packed = PackedMatrix(form, outputs, inputs, memory.take(int(outputs * inputs * _VALUE_BYTES[form])))
     matrix, square = packed.record, np.empty(SQUARE_BYTES, dtype=np.uint8)
     for part in parts:
         rows = part.values if part.values.stride(1) == 1 else part.values.contiguous()
@@ -120,30 +117,7 @@ def _pack_rows(parts: Sequence[_Rows], form: int, inputs: int) -> PackedMatrix:
     return packed
 
 
-def _memory(size: int) -> torch.Tensor:
-    """uint8 [size]. Large pieces are mappings of their own, whose pages the system provides many at once: two thirds of
-    the time that it takes to touch them one by one.
-
-    Not in pages of 2 MiB: on a virtual machine whose host had taken such pages back, 540 MB of them took 3 s.
-    """
-    if size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
-        return torch.empty(size, dtype=torch.uint8)
-    data = torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    provide = _libc().madvise
-    # By ctypes, for other threads run meanwhile, and in pieces, for they may need memory, too.
-    for start in range(0, size, _PROVIDED):
-        at, count = ctypes.c_void_p(data.data_ptr() + start), ctypes.c_size_t(min(_PROVIDED, size - start))
-        if provide(at, count, _POPULATE_WRITE) != 0:
-            break  # Linux before 5.14: pages come as they are touched
-    return data
-
-
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-def _pack_int4(weight_NK: torch.Tensor) -> torch.Tensor:
+def _pack_int4(weight_NK: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     """Sixteen steps from the least to the largest of each 32 values."""
     weight_NB32 = weight_NK.float().unflatten(1, (-1, BLOCK))
     least_NB1, most_NB1 = weight_NB32.amin(-1, keepdim=True), weight_NB32.amax(-1, keepdim=True)
@@ -151,24 +125,26 @@ def _pack_int4(weight_NK: torch.Tensor) -> torch.Tensor:
     offset_NB1 = least_NB1.half()
     steps = (weight_NB32 - offset_NB1.float()) / scale_NB1.float()
     nibbles = steps.nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(0, 15).to(torch.uint8)
-    return _int4_panels(nibbles, scale_NB1[..., 0], offset_NB1[..., 0])
+    return _int4_panels(nibbles, scale_NB1[..., 0], offset_NB1[..., 0], memory)
 
 
-def _pack_int8(weight_NK: torch.Tensor) -> torch.Tensor:
+def _pack_int8(weight_NK: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     weight_NB32 = weight_NK.float().unflatten(1, (-1, BLOCK))
     scale_NB1 = (weight_NB32.abs().amax(-1, keepdim=True) / 127).half()
     steps = (weight_NB32 / scale_NB1.float()).nan_to_num_(0.0, 0.0, 0.0).round_().clamp_(-127, 127)
-    return _int8_panels(steps.to(torch.int8), scale_NB1[..., 0])
+    return _int8_panels(steps.to(torch.int8), scale_NB1[..., 0], memory)
 
 
 _PACKERS = {"int4": _pack_int4, "int8": _pack_int8}
 
 
-def _int4_panels(nibbles_NB32: torch.Tensor, scale_NB: torch.Tensor, offset_NB: torch.Tensor) -> torch.Tensor:
+def _int4_panels(
+    nibbles_NB32: torch.Tensor, scale_NB: torch.Tensor, offset_NB: torch.Tensor, memory: WeightMemory
+) -> torch.Tensor:
     # Low halves are inputs 0 … 15, high halves 16 … 31.
     bytes_NB16 = nibbles_NB32[..., :16] | (nibbles_NB32[..., 16:] << 4)
     outputs, blocks, _ = bytes_NB16.shape
-    panels = torch.empty(outputs // 8, blocks, INT4_BLOCK_BYTES, dtype=torch.uint8)
+    panels = memory.take(outputs // 8 * blocks * INT4_BLOCK_BYTES).view(outputs // 8, blocks, INT4_BLOCK_BYTES)
     # Four inputs are one word: [panel, output, block, word] to [panel, block, word, output].
     words = bytes_NB16.contiguous().view(torch.int32).view(-1, 8, blocks, 4)
     panels[..., :128].view(torch.int32).view(-1, blocks, 4, 8).copy_(words.permute(0, 2, 3, 1))
@@ -177,9 +153,9 @@ def _int4_panels(nibbles_NB32: torch.Tensor, scale_NB: torch.Tensor, offset_NB: 
     return panels.view(-1)
 
 
-def _int8_panels(values_NB32: torch.Tensor, scale_NB: torch.Tensor) -> torch.Tensor:
+def _int8_panels(values_NB32: torch.Tensor, scale_NB: torch.Tensor, memory: WeightMemory) -> torch.Tensor:
     outputs, blocks, _ = values_NB32.shape
-    panels = torch.empty(outputs // 8, blocks, INT8_BLOCK_BYTES, dtype=torch.uint8)
+    panels = memory.take(outputs // 8 * blocks * INT8_BLOCK_BYTES).view(outputs // 8, blocks, INT8_BLOCK_BYTES)
     words = values_NB32.contiguous().view(torch.int32).view(-1, 8, blocks, 8)
     panels[..., :256].view(torch.int32).view(-1, blocks, 8, 8).copy_(words.permute(0, 2, 3, 1))
     panels[..., 256:].view(torch.float16).copy_(scale_NB.view(-1, 8, blocks).transpose(1, 2))
