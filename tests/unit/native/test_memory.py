@@ -1,7 +1,9 @@
 """Where packed weights lie: apart from each other, in pages that the system may join, and only as long as they do."""
 
+import platform
 import re
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -13,11 +15,17 @@ from megatron_runtime.layers.native.memory import PAGES_THREAD, WeightMemory
 from megatron_runtime.switches import Switch
 
 _MIB = 1 << 20
-_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage")
+_LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
 def filled(memory: WeightMemory, number: int, size: int) -> torch.Tensor:
     return memory.take(size).fill_(number)
+
+
+def joins_pages() -> bool:
+    """Whether this machine's system does it."""
+    release = tuple(map(int, re.findall(r"\d+", platform.release())[:2]))
+    return release >= (6, 1) and _LARGE_PAGES.is_file() and "[never]" not in _LARGE_PAGES.read_text()
 
 
 def resident_bytes() -> int:
@@ -54,7 +62,7 @@ def test_joined_pages_hold_what_they_held() -> None:
     before = large_pages_kib(piece.data_ptr())
     memory.join_pages().join(60)
     assert torch.equal(piece, values)
-    if _LARGE_PAGES.is_dir():
+    if joins_pages():
         assert large_pages_kib(piece.data_ptr()) - before >= 2 << 10
 
 
@@ -64,7 +72,12 @@ def test_what_nobody_uses_goes_and_is_not_kept_by_the_thread_that_joins() -> Non
     before = resident_bytes()
     thread = memory.join_pages()  # takes some tenths of a second for the first
     del given_back
-    assert before - resident_bytes() > 60 * _MIB
+    for _ in range(5):  # a piece is held while it is joined
+        if before - resident_bytes() > 60 * _MIB:
+            break
+        time.sleep(0.005)
+    else:
+        pytest.fail("what nobody uses was kept")
     thread.join(60)
     assert not thread.is_alive()
     assert not kept.count_nonzero()
