@@ -53,6 +53,21 @@ class Stream:
         return self.text
 
 
+def reachable(url: str, *, seconds: float = 30) -> str:
+    """Return `url` when somebody answers there: kube-proxy hears of a Service's pods some moments after they are ready.
+
+    Until then the node refuses connections to the Service.
+    """
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            httpx.get(f"{url}/readyz", timeout=10)
+            return url
+        except httpx.ConnectError as error:
+            check(time.monotonic() < until, f"{url} cannot be reached within {seconds:g} s: {error}")
+        time.sleep(0.1)
+
+
 class Chat:
     """An OpenAI client of the kind that fits on a page."""
 
@@ -127,7 +142,7 @@ class Walkthrough:
             self.kube("apply", "-f", str(self.sample))
             self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=180)
             say(str(self.kube("get", "mi", self.name, "--no-headers")).strip())
-        chat = Chat(self.reach(self.name), self.kube.json("mi", self.name)["status"]["model"])
+        chat = Chat(reachable(self.reach(self.name)), self.kube.json("mi", self.name)["status"]["model"])
         with self._said("chat completion through the Service") as say:
             answer = chat.ask(QUESTION)
             check("Paris" in answer, f"the capital of France is said to be {answer!r}")

@@ -14,7 +14,7 @@ from localcluster import installation
 from localcluster.cluster import LocalCluster
 from localcluster.kubectl import CommandError, Kubectl
 from localcluster.progress import Steps
-from localcluster.walkthrough import Chat
+from localcluster.walkthrough import Chat, reachable
 
 SAMPLE = Path(__file__).parents[2] / "manifests" / "samples" / "cpu-demo.yaml"
 _numbers = count(1)
@@ -91,4 +91,4 @@ def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
     kube.apply(manifest)
     kube.wait(f"mi/{name}", "condition=Ready", seconds=300)
     model = kube.json("mi", name)["status"]["model"]
-    return Deployed(kube, name, Chat(f"http://{kube.cluster_ip(name)}", model))
+    return Deployed(kube, name, Chat(reachable(f"http://{kube.cluster_ip(name)}"), model))
