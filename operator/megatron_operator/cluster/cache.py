@@ -160,25 +160,29 @@ class ResourceCache:
                 del self._written[ref]
 
     def uids(self) -> frozenset[str]:
-        """Of all children that are known, to be given to `audited` when a listing that begins now is done."""
-        return frozenset(seen.uid for seen in self._merged().values())
+        """Of all objects that are known, to be given to `audited` when a listing that begins now is done."""
+        pods = self._index.pods.get(self._key, ())
+        return frozenset(seen.uid for seen in (*self._merged().values(), *pods))
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod], *, before: frozenset[str]) -> None:
         """A full listing: corrects what the watch missed while its connection was down.
 
         before: the UIDs that were known when the listing began. What was known then and is not known now went while it
-            was on its way, and lives on in it only.
+            was on its way, and lives on in it only. What was not known then came while it was on its way: that the
+            listing lacks it says nothing.
         """
         known = self._merged()
         listed = {child.ref: child for child in children if child.ref in known or child.uid not in before}
         for ref, seen in known.items():
-            if ref not in listed and ref not in self._unwatched and not self._is_fresh(ref):
+            missed = ref not in listed and ref not in self._unwatched
+            if missed and seen.uid in before and not self._is_fresh(ref):
                 self.gone(seen.uid)
         for ref, child in listed.items():
             if ref not in known or known[ref].version < child.version:
                 self._remember(child)
         living = {pod.uid for pod in pods}
-        self._gone.update(seen.uid for seen in self._index.pods.get(self._key, ()) if seen.uid not in living)
+        indexed = {seen.uid for seen in self._index.pods.get(self._key, ())}
+        self._gone |= (indexed & before) - living
         self._forget(living | {child.uid for child in listed.values()})
 
     def _remember(self, child: SeenChild) -> None:

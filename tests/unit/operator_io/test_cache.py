@@ -140,6 +140,25 @@ def test_what_goes_while_the_audit_is_on_its_way_does_not_come_back_with_it(inde
     assert cache.views() == {}
 
 
+def test_what_comes_while_the_audit_is_on_its_way_stays_though_the_listing_lacks_it(
+    index: Index, cache: ResourceCache, clock: Clock
+) -> None:
+    """Or a pod that begins in that moment would be hidden for its whole life, and never be replaced."""
+    index.pods[KEY] = [project_pod(pod("a", "p1"))]
+    before = cache.uids()
+    index.pods[KEY] = [project_pod(pod("a", "p1")), project_pod(pod("b", "p2"))]
+    index.children[KEY] = [project_child(deployment(20))]
+    clock.now = 2 * WATCH_LAG_SECONDS
+
+    cache.audited([], [project_pod(pod("a", "p1"))], before=before)
+    assert [pod.uid for pod in cache.pods()] == ["p1", "p2"]
+    assert REF in cache.views()
+
+    cache.audited([], [project_pod(pod("b", "p2"))], before=cache.uids())
+    assert [pod.uid for pod in cache.pods()] == ["p2"]
+    assert cache.views() == {}
+
+
 def test_audit_leaves_alone_what_was_just_written_and_adds_what_the_watch_missed(
     index: Index, cache: ResourceCache
 ) -> None:
