@@ -161,8 +161,7 @@ class ResourceCache:
 
     def uids(self) -> frozenset[str]:
         """Of all objects that are known, to be given to `audited` when a listing that begins now is done."""
-        pods = self._index.pods.get(self._key, ())
-        return frozenset(seen.uid for seen in (*self._merged().values(), *pods))
+        return frozenset(seen.uid for seen in self._merged().values()) | self._pod_uids()
 
     def audited(self, children: Iterable[SeenChild], pods: Iterable[SeenPod], *, before: frozenset[str]) -> None:
         """A full listing: corrects what the watch missed while its connection was down.
@@ -181,9 +180,12 @@ class ResourceCache:
             if ref not in known or known[ref].version < child.version:
                 self._remember(child)
         living = {pod.uid for pod in pods}
-        indexed = {seen.uid for seen in self._index.pods.get(self._key, ())}
-        self._gone |= (indexed & before) - living
+        self._gone |= (self._pod_uids() & before) - living
         self._forget(living | {child.uid for child in listed.values()})
+
+    def _pod_uids(self) -> frozenset[str]:
+        """Of the pods that the watch shows."""
+        return frozenset(seen.uid for seen in self._index.pods.get(self._key, ()))
 
     def _remember(self, child: SeenChild) -> None:
         now, before = self._clock(), self._written.get(child.ref)
@@ -195,7 +197,6 @@ class ResourceCache:
 
     def _forget(self, living: set[str]) -> None:
         """Marks of objects that neither the watch nor the store holds any more."""
-        indexed = {seen.uid for seen in self._index.children.get(self._key, ())}
-        indexed |= {seen.uid for seen in self._index.pods.get(self._key, ())}
+        indexed = self._pod_uids() | {seen.uid for seen in self._index.children.get(self._key, ())}
         self._gone &= indexed
         self._deleted &= indexed | living
