@@ -132,14 +132,12 @@ class ResourceCache:
         self._remember(child)
         self._applied[child.ref] = (child.uid, child.fingerprint)
 
-    def observed(self, ref: ChildRef, child: SeenChild | None) -> None:
-        """The answer to a direct read of one child; None: it does not exist."""
-        known = self._merged().get(ref)
+    def observed(self, ref: ChildRef, child: SeenChild | None, *, before: SeenChild | None) -> None:
+        """The answer to a direct read of one child; None: it does not exist. `before`: what was known of it then."""
         if child is not None:
             self._remember(child)
-        elif known is not None:
-            self._written.pop(ref, None)
-            self._gone.add(known.uid)
+        elif before is not None:
+            self.gone(before.uid)
 
     def read_unwatched(self, ref: ChildRef, child: SeenChild | None) -> None:
         """A child of a kind that is never watched (the keys Secret), as just read or created."""

@@ -85,8 +85,9 @@ class Observer:
 
     async def reread_child(self, ref: ChildRef, *, namespace: str) -> None:
         """After a refused write to a child."""
+        before = self._cache.child(ref)
         obj = await self._api.get(kind_of(ref.api_version, ref.kind), namespace, ref.name)
-        self._cache.observed(ref, project_child(obj) if obj is not None else None)
+        self._cache.observed(ref, project_child(obj) if obj is not None else None, before=before)
 
     async def world(
         self,

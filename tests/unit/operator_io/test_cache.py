@@ -107,8 +107,20 @@ def test_write_that_the_watch_never_shows_is_looked_up_and_dropped_if_gone(cache
     clock.now += WATCH_LAG_SECONDS + 1
     assert cache.lagging() == [REF]
 
-    cache.observed(REF, None)
+    cache.observed(REF, None, before=cache.child(REF))
     assert cache.views() == {}
+
+
+def test_a_child_that_is_made_while_an_older_one_is_found_gone_stays(index: Index, cache: ResourceCache) -> None:
+    cache.applied(project_child(deployment(20)))
+    before = cache.child(REF)
+    index.children[KEY] = [project_child(deployment(30, uid="d2"))]
+
+    cache.observed(REF, None, before=before)
+
+    found = cache.child(REF)
+    assert found is not None
+    assert found.uid == "d2"
 
 
 def test_deletion_shows_as_deleting_until_the_watch_drops_it(index: Index, cache: ResourceCache) -> None:
