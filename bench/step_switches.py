@@ -17,7 +17,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median, quantiles
@@ -145,25 +145,32 @@ def gains(rounds: list[dict[str, float]]) -> Gains:
     return found
 
 
-def _by_turns(engine: Engine, count: int, *, batch: int, prompt_tokens: int) -> list[dict[str, float]]:
-    """Decode steps of one batch that grows old together; of prompts where prompt_tokens is the long one."""
-    names, rounds = engine.settings, []
-    is_prompt = prompt_tokens == _LONG_PROMPT
-    if not is_prompt:
-        engine.add(batch, prompt_tokens=prompt_tokens, new_tokens=(count + 1) * len(names) + _PROMPT)
-        for _ in range(_PROMPT // 2):  # until every prompt is done
-            engine.step(_USUAL)
-    for number in range(count + 1):
-        seconds = {}
-        for name in random.sample(names, len(names)):
-            if is_prompt:
-                engine.add(1, prompt_tokens=prompt_tokens, new_tokens=1)
-            seconds[name] = engine.step(name)
-            if is_prompt:
-                engine.finish()
-        if number > 0:  # what is made at first use
-            rounds.append(seconds)
+def decodes(engine: Engine, count: int, *, batch: int) -> list[dict[str, float]]:
+    """Rounds of decode steps of one batch, which grows old together."""
+    engine.add(batch, prompt_tokens=_PROMPT, new_tokens=(count + 1) * len(engine.settings) + _PROMPT)
+    for _ in range(_PROMPT // 2):  # until every prompt is done
+        engine.step(_USUAL)
+    rounds = _by_turns(engine.settings, count, engine.step)
+    engine.finish()
     return rounds
+
+
+def prefills(engine: Engine, count: int) -> list[dict[str, float]]:
+    """Rounds of steps that are one long prompt each."""
+
+    def step(setting: str) -> float:
+        engine.add(1, prompt_tokens=_LONG_PROMPT, new_tokens=1)
+        seconds = engine.step(setting)
+        engine.finish()
+        return seconds
+
+    return _by_turns(engine.settings, count, step)
+
+
+def _by_turns(settings: list[str], count: int, step: Callable[[str], float]) -> list[dict[str, float]]:
+    """Seconds of a step by setting in each of `count` rounds. One before them is for what is made at first use."""
+    rounds = [{setting: step(setting) for setting in random.sample(settings, len(settings))} for _ in range(count + 1)]
+    return rounds[1:]
 
 
 @click.command()
@@ -184,12 +191,8 @@ def main(
     for dtype in dtypes:
         engine = Engine(model, dtype, threads, settings)
         for batch in _BATCHES:
-            found.setdefault(dtype, {})[f"b{batch}"] = gains(
-                _by_turns(engine, rounds, batch=batch, prompt_tokens=_PROMPT)
-            )
-            engine.finish()
-        prompts = _by_turns(engine, max(2, rounds // 4), batch=1, prompt_tokens=_LONG_PROMPT)
-        found[dtype][f"prefill {_LONG_PROMPT}"] = gains(prompts)
+            found.setdefault(dtype, {})[f"b{batch}"] = gains(decodes(engine, rounds, batch=batch))
+        found[dtype][f"prefill {_LONG_PROMPT}"] = gains(prefills(engine, max(2, rounds // 4)))
         for name in (_CONTROL, *others):
             cells = {cell: values[name] for cell, values in found[dtype].items()}
             figures = "  ".join(f"{cell} {v[0]:.3f} ({v[1]:.3f}-{v[2]:.3f})" for cell, v in cells.items())
