@@ -45,6 +45,8 @@ from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20
 SLOW_SECONDS = 5.0
+HANGS_NOW = "hangs from now on: "
+"""On standard error, before the time of the clock that all processes share."""
 
 
 def _compute(seconds: float) -> None:
@@ -168,6 +170,7 @@ def _plant_hang(how: str, after: int) -> None:
         begin_layer(self, number)
         if number == 1 and self.progress.done >= after:
             Groups.begin_layer = begin_layer  # type: ignore[method-assign]
+            print(f"{HANGS_NOW}{time.monotonic()}", file=sys.stderr, flush=True)
             HANGS[how]()
 
     Groups.begin_layer = begin_and_hang  # type: ignore[method-assign]

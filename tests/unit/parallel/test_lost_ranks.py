@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_program import HANGS_NOW
 
 from megatron_runtime.parallel.interpreter_watch import END_STATUS
 
@@ -35,11 +37,28 @@ def last_words(directory: Path, rank: int) -> dict[str, Any]:
     return json.loads((directory / f"rank-{rank}.end").read_text())
 
 
-def test_a_killed_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path) -> None:
+@pytest.fixture
+def report_end(tmp_path: Path, request: pytest.FixtureRequest) -> Callable[..., None]:
+    """report_end(rank=… or since=…): print how long ago that rank began to hang, or how long ago that was (`-s`)."""
+
+    def report(*, rank: int | None = None, since: float | None = None) -> None:
+        now = time.monotonic()
+        if rank is not None:
+            lines = (tmp_path / f"rank-{rank}").read_text().splitlines()
+            since = float(next(line for line in lines if line.startswith(HANGS_NOW)).removeprefix(HANGS_NOW))
+        assert since is not None
+        print(f"\n{request.node.name}: the engine ended {now - since:.1f} s after")
+
+    return report
+
+
+def test_a_killed_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path, report_end) -> None:
     engine = start({**told, "pipeline": 2, "forever": True})
     assert engine.told() == "step"
+    killed = time.monotonic()
     engine.processes[3].kill()
     assert engine.exit_codes() == [1, 1, 1, -signal.SIGKILL]
+    report_end(since=killed)
     for rank in (0, 1, 2):
         said = last_words(tmp_path, rank)
         assert (said["reason"], said["rank"]) == ("RankLost", 3)
@@ -47,11 +66,13 @@ def test_a_killed_rank_ends_all_others_which_name_it(start, told: dict[str, Any]
         assert "starts again with all its ranks" in said["remedy"]
 
 
-def test_a_stopped_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path) -> None:
+def test_a_stopped_rank_ends_all_others_which_name_it(start, told: dict[str, Any], tmp_path: Path, report_end) -> None:
     engine = start({**told, "forever": True})
     assert engine.told() == "step"
+    stopped = time.monotonic()
     os.kill(engine.processes[1].pid, signal.SIGSTOP)
     engine.processes[0].join(60)
+    report_end(since=stopped)
     assert engine.processes[0].exitcode == 1
     assert (last_words(tmp_path, 0)["reason"], last_words(tmp_path, 0)["rank"]) == ("RankLost", 1)
 
@@ -83,10 +104,18 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
     ],
 )
 def test_a_rank_whose_step_does_not_get_on_ends_the_engine(
-    start, told: dict[str, Any], tmp_path: Path, rank: int, how: str, after: int, seen: str
+    start,
+    told: dict[str, Any],
+    tmp_path: Path,
+    report_end: Callable[..., None],
+    rank: int,
+    how: str,
+    after: int,
+    seen: str,
 ) -> None:
     engine = start({**told, "forever": True, "hang": [rank, how, after]})
     assert engine.exit_codes() == [1, 1]
+    report_end(rank=rank)
     for each in (0, 1):
         said = last_words(tmp_path, each)
         assert (said["reason"], said["rank"]) == ("RankLost", rank)
@@ -95,20 +124,22 @@ def test_a_rank_whose_step_does_not_get_on_ends_the_engine(
 
 
 def test_a_rank_that_computes_for_ever_outside_of_python_ends_the_engine(
-    start, told: dict[str, Any], tmp_path: Path
+    start, told: dict[str, Any], tmp_path: Path, report_end
 ) -> None:
     engine = start({**told, "tensor": 1, "pipeline": 2, "forever": True, "hang": [0, "computes for ever", 9]})
     assert engine.exit_codes() == [1, 1]
+    report_end(rank=0)
     assert "in layer 1 of step 10: it is computing, which took less" in last_words(tmp_path, 1)["message"]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_an_interpreter_that_hangs_ends_the_engine_and_says_where(
-    start, told: dict[str, Any], tmp_path: Path, rank: int
+    start, told: dict[str, Any], tmp_path: Path, report_end, rank: int
 ) -> None:
     engine = start({**told, "forever": True, "hang": [rank, "holds the interpreter", 9]})
     ends = {rank: END_STATUS, 1 - rank: 1}
     assert engine.exit_codes() == [ends[0], ends[1]]
+    report_end(rank=rank)
     said = last_words(tmp_path, 1 - rank)
     assert (said["reason"], said["rank"]) == ("RankLost", rank)
     # A rank that has no processor for a while comes to look when the other has ended itself.
