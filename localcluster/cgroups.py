@@ -5,6 +5,7 @@ One folder of our own makes `down` exact: every process of every pod is found th
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -84,12 +85,23 @@ def remove(cgroup: str, *, seconds: float = 15.0) -> int:
         time.sleep(0.05)
     for folder in existing:
         for path in _deepest_first(folder):
-            path.rmdir()
+            with contextlib.suppress(FileNotFoundError):  # see _pids_of
+                path.rmdir()
     return len(killed)
 
 
 def _pids(folder: Path) -> set[int]:
-    return {int(pid) for path in _deepest_first(folder) for pid in (path / "cgroup.procs").read_text().split()}
+    return {pid for path in _deepest_first(folder) for pid in _pids_of(path)}
+
+
+def _pids_of(group: Path) -> set[int]:
+    """None of a group that has gone since it was listed: pods that end take theirs with them."""
+    try:
+        return {int(pid) for pid in (group / "cgroup.procs").read_text().split()}
+    except OSError as error:
+        if error.errno not in {errno.ENOENT, errno.ENODEV}:
+            raise
+        return set()
 
 
 def _kill(pid: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from localcluster import processes
+from localcluster import cgroups, processes
 from localcluster.components import Component
 from localcluster.errors import ClusterError
 from localcluster.settings import Layout
@@ -117,3 +117,12 @@ def test_a_component_that_ends_is_reported_with_its_log(layout: Layout) -> None:
 def test_the_clusters_processes_see_no_proxy() -> None:
     inherited = {"HTTPS_PROXY": "http://p", "no_proxy": "x", "PATH": "/bin"}
     assert processes.environment(inherited) == {"PATH": "/bin"}
+
+
+def test_a_group_that_goes_while_it_is_looked_at_has_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = tmp_path / "cluster"
+    group.mkdir()
+    monkeypatch.setattr(cgroups, "folders", lambda _: [group])
+    monkeypatch.setattr(cgroups, "_deepest_first", lambda folder: [folder / "of a pod that has just ended", folder])
+    assert cgroups.remove("cluster") == 0
+    assert not group.exists()
