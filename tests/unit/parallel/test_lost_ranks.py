@@ -104,14 +104,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
     ],
 )
 def test_a_rank_whose_step_does_not_get_on_ends_the_engine(
-    start,
-    told: dict[str, Any],
-    tmp_path: Path,
-    report_end: Callable[..., None],
-    rank: int,
-    how: str,
-    after: int,
-    seen: str,
+    start, told: dict[str, Any], tmp_path: Path, report_end, rank: int, how: str, after: int, seen: str
 ) -> None:
     engine = start({**told, "forever": True, "hang": [rank, how, after]})
     assert engine.exit_codes() == [1, 1]
