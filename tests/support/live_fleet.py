@@ -84,7 +84,7 @@ class LiveFleet:
             CoordinatorSettings(listen="127.0.0.1", client_port=0, engine_port=0, admin_port=0, timing=TIMING)
         )
         made.start()
-        made.transport.socket(int(Role.ADMIN)).bind(self.address_template.format(name=name))
+        made.transport.router(int(Role.ADMIN)).bind_path(self._folder / f"{name}.sock")
         self._coordinators[name] = made
         return made
 

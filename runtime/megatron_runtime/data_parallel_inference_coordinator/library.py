@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import uvloop
-import zmq
 
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
 from megatron_runtime.data_parallel_inference_coordinator.records import Engine
@@ -23,6 +22,7 @@ from megatron_runtime.data_parallel_inference_coordinator.transport import SHARE
 from megatron_runtime.wire import states
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import tokens_to_bytes
+from megatron_runtime.wire.zmtp.router import Router
 
 if TYPE_CHECKING:
     from multiprocessing.connection import Connection
@@ -112,6 +112,7 @@ class DataParallelInferenceCoordinator:
 
     async def _stop(self) -> None:
         self._coordinator.stop()
+        await self._coordinator.transport.closed()
 
     # --- what it knows ------------------------------------------------------------------------------------------
 
@@ -120,9 +121,9 @@ class DataParallelInferenceCoordinator:
         return self._coordinator.verbs.state
 
     @property
-    def router_socket(self) -> zmq.Socket[bytes]:
+    def router_socket(self) -> Router:
         """The ROUTER of all communication. It belongs to the coordinator's loop: look, do not touch."""
-        return self._coordinator.transport.socket(SHARED_PORT)
+        return self._coordinator.transport.router(SHARED_PORT)
 
     @property
     def identities_of_data_parallel_ranks(self) -> deque[bytes]:
@@ -190,6 +191,7 @@ class DataParallelInferenceCoordinator:
         """Send one frame to an engine. False when it cannot be reached; it is removed then."""
         engine = self._engine(identity)
         sent = self._coordinator.send(engine.peer, [payload])
+        self._coordinator.transport.flush()
         if sent is Sent.GONE:
             self._coordinator.lose_engine(engine, "its connection is gone")
         return sent is Sent.OK

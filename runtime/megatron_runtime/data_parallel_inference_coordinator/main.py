@@ -66,6 +66,7 @@ async def serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
         coordinator.stop()
+        await coordinator.transport.closed()
         if health is not None:
             await health.stop()
 

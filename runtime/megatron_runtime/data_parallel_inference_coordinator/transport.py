@@ -1,33 +1,32 @@
-"""The coordinator's ROUTER sockets: bind, receive, send without ever blocking. It knows ports, not peers."""
+"""The coordinator's ROUTER ports: bind, receive, send without ever blocking. It knows ports, not peers."""
 
 from __future__ import annotations
 
-import errno
+import asyncio
+import os
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TypeAlias
 
-import zmq
-
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
 from megatron_runtime.wire import limits
-from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import Frames, KeyReport
 from megatron_runtime.wire.security import Gatekeeper, KeyDirectory
+from megatron_runtime.wire.zmtp.connection import Connection, PeerId
+from megatron_runtime.wire.zmtp.handshake import Handshake, NullHandshake
+from megatron_runtime.wire.zmtp.router import Router
+
+__all__ = ["SHARED_PORT", "BindError", "OnMessage", "PeerId", "Sent", "Transport"]
 
 SHARED_PORT = 3
 """Port number of the one-port mode; the others are the values of Role."""
 
-PeerId: TypeAlias = tuple[int, bytes]
-"""Port and routing id: one connection."""
+OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
 
-OnMessage: TypeAlias = Callable[[PeerId, list[bytes]], None]
-
-_CLIENT_SEND_MARK = 10_000
-_ENGINE_SEND_MARK = 100_000
-"""Messages kept for an engine whose connection is full; it gets no work until it reads."""
-_CLOSE_LINGER_MS = 1000
+_CLIENT_SEND_BYTES = 4 << 20
+_ENGINE_SEND_BYTES = 64 << 20
+"""What may wait for an engine that reads too slowly; until it has read, it gets no work."""
 
 
 class Sent(Enum):
@@ -46,27 +45,26 @@ class BindError(OSError):
 
 
 class Transport:
-    """addresses: after start(), the bound address of each role."""
+    """addresses: after start(), the bound address of each role. gatekeeper: where there are keys."""
 
     def __init__(self, settings: CoordinatorSettings, on_message: OnMessage) -> None:
         self.addresses: dict[Role, str] = {}
         self.gatekeeper: Gatekeeper | None = None
         self._settings = settings
         self._on_message = on_message
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._sockets: dict[int, EventSocket] = {}
+        self._routers: dict[int, Router] = {}
+        self._connections: dict[PeerId, Connection] = {}
         self._keys = KeyDirectory(settings.keys_dir) if settings.keys_dir is not None else None
         self._server_public = b""
 
     @property
     def handler_errors(self) -> int:
-        return sum(socket.handler_errors for socket in self._sockets.values())
+        return sum(router.handler_errors for router in self._routers.values())
 
     def start(self) -> None:
-        """Bind. With keys the gatekeeper runs first: no connection is made unchecked."""
+        """Bind."""
         if self._keys is not None:
-            self.gatekeeper = Gatekeeper(self._context, self._keys.keys)
-            self.gatekeeper.start()
+            self.gatekeeper = Gatekeeper(self._keys.keys)
             self._server_public = self._keys.keys.own.public
         settings = self._settings
         if settings.single_port:
@@ -78,28 +76,32 @@ class Transport:
             self.addresses[role] = self._bind(int(role), port)
 
     def stop(self) -> None:
-        """Close all sockets; what was sent goes out within a second. Idempotent."""
-        for socket in self._sockets.values():
-            socket.close(linger_ms=_CLOSE_LINGER_MS)
-        if self.gatekeeper is not None:
-            self.gatekeeper.serve_until_closed()
-        self._context.term()
+        """Listen no more. Idempotent. What was sent goes out while closed() is awaited."""
+        for router in self._routers.values():
+            router.close()
 
-    def socket(self, port: int) -> zmq.Socket[bytes]:
-        return self._sockets[port].socket
+    async def closed(self) -> None:
+        """Return when what was sent before stop() has gone out, after a second at most."""
+        await asyncio.gather(*(router.closed() for router in self._routers.values()))
+
+    def router(self, port: int) -> Router:
+        return self._routers[port]
 
     def send(self, peer: PeerId, frames: Frames) -> Sent:
-        port, routing_id = peer
-        try:
-            return _OK if self._sockets[port].send([routing_id, *frames]) else Sent.FULL
-        except zmq.ZMQError as error:
-            if error.errno == errno.EHOSTUNREACH:
-                return Sent.GONE
-            raise
+        connection = self._connections.get(peer)
+        if connection is None:
+            return Sent.GONE
+        return _OK if connection.send(frames) else Sent.FULL
+
+    def flush(self) -> None:
+        """Send now what would be sent at the end of this turn of the loop."""
+        for router in self._routers.values():
+            router.flush()
 
     def sender_key(self, peer: PeerId) -> bytes:
-        """The public key that `peer`, whose message is being handled, was admitted with; b"" without keys."""
-        return self._sockets[peer[0]].sender_key() if self._keys is not None else b""
+        """The public key that `peer` was admitted with; b"" without keys."""
+        connection = self._connections.get(peer)
+        return connection.key if connection is not None else b""
 
     def keys_changed(self) -> bool:
         """Read the key files again if they changed. True when other keys are admitted from now on."""
@@ -124,51 +126,42 @@ class Transport:
         return self.gatekeeper is None or self.gatekeeper.admits(_key_role(peer[0]), key)
 
     def cut(self, peer: PeerId) -> None:
-        """End a connection: nothing from it arrives and nothing reaches it any more.
-
-        ZeroMQ has no call for this. A ROUTER with handover gives a routing id to whoever connects with it last, so
-        the connection is taken over from inside this process and dropped. The peer's next attempt is refused by the
-        gatekeeper; the TCP connection it leaves behind fails its next check.
-        """
-        port, routing_id = peer
-        with self._context.socket(zmq.DEALER) as usurper:
-            usurper.setsockopt(zmq.LINGER, 0)
-            usurper.setsockopt(zmq.ROUTING_ID, routing_id)
-            usurper.connect(_inner_endpoint(port))
+        """End a connection: nothing from it arrives and nothing reaches it any more."""
+        self._routers[peer[0]].cut(peer)
 
     def _bind(self, port: int, number: int) -> str:
-        socket = self._context.socket(zmq.ROUTER)
-        limit = limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        socket.setsockopt(zmq.ROUTER_HANDOVER, 1)
-        socket.setsockopt(zmq.SNDHWM, _ENGINE_SEND_MARK if port == Role.ENGINE else _CLIENT_SEND_MARK)
-        socket.setsockopt(zmq.RCVHWM, 0)
-        socket.setsockopt(zmq.MAXMSGSIZE, limit)
-        interval_ms = int(self._settings.timing.connection_check * 1000)
-        socket.setsockopt(zmq.HEARTBEAT_IVL, interval_ms)
-        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, interval_ms)
-        if self._keys is not None and self.gatekeeper is not None:
-            self._keys.keys.apply(socket, _key_role(port))
-            self.gatekeeper.guard(socket)
-            socket.bind(_inner_endpoint(port))
-        address = f"tcp://{self._settings.listen}:{number or '*'}"
+        settings = self._settings
+        router = Router(
+            port,
+            connections=self._connections,
+            handshake=self._handshakes(_key_role(port)),
+            on_message=self._on_message,
+            on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
+            max_message_bytes=(
+                limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES
+            ),
+            send_buffer_bytes=_ENGINE_SEND_BYTES if port == Role.ENGINE else _CLIENT_SEND_BYTES,
+            check_seconds=settings.timing.connection_check,
+        )
         try:
-            socket.bind(address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            raise BindError(error.errno, f"cannot bind {address} ({error.strerror}): choose another port") from error
-        receive = self._on_message
-        event_socket = EventSocket(socket, lambda frames: receive((port, frames.pop(0)), frames))
-        self._sockets[port] = event_socket
-        event_socket.start()
-        endpoint: bytes = socket.getsockopt(zmq.LAST_ENDPOINT)  # type: ignore[assignment]
-        return endpoint.rstrip(b"\0").decode()
+            address = router.bind(settings.listen, number)
+        except OSError as error:
+            where = f"tcp://{settings.listen}:{number or '*'}"
+            reason = os.strerror(error.errno) if error.errno else str(error)
+            raise BindError(error.errno, f"cannot bind {where} ({reason}): choose another port") from error
+        self._routers[port] = router
+        return address
+
+    def _handshakes(self, role: Role) -> Callable[[bytes], Handshake]:
+        if self._keys is None or self.gatekeeper is None:
+            return NullHandshake
+        from megatron_runtime.wire.zmtp.curve import CurveHandshake, CurveServer
+
+        gatekeeper = self.gatekeeper
+        server = CurveServer.from_z85(self._keys.keys.own.secret, lambda key: gatekeeper.admits(role, key))
+        return lambda properties: CurveHandshake(server, properties)
 
 
 def _key_role(port: int) -> Role:
     """Whose keys open a port; the one port of all roles takes those of clients."""
     return Role.CLIENT if port == SHARED_PORT else Role(port)
-
-
-def _inner_endpoint(port: int) -> str:
-    return f"inproc://port-{port}"

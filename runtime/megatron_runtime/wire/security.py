@@ -8,25 +8,16 @@ admits either; a peer tries one key of the server after the other. Of its own pa
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
 
 import zmq
-from zmq.utils import z85
 
-from megatron_runtime.wire.event_socket import EventSocket
 from megatron_runtime.wire.headers import Role
 
 logger = logging.getLogger(__name__)
 
 Z85_KEY_LENGTH = 40
-_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
-_CLOSING_SECONDS = 3.0
-
-Context: TypeAlias = zmq.Context[zmq.Socket[bytes]]
 
 
 class KeyFileError(ValueError):
@@ -103,13 +94,6 @@ class ServerKeys:
         allowed = {role: frozenset(_read_keys(directory / f"{role.name.lower()}.pub")) for role in Role}
         return cls(_load_pair(directory, "server"), allowed)
 
-    def apply(self, socket: zmq.Socket[bytes], role: Role) -> None:
-        """Set before bind()."""
-        socket.curve_server = True
-        socket.curve_publickey = self.own.public
-        socket.curve_secretkey = self.own.secret
-        socket.zap_domain = domain_of(role)
-
 
 class KeyDirectory:
     """The coordinator's key files, read again when they change. A mounted Secret changes by a swap of links."""
@@ -147,90 +131,19 @@ class KeyDirectory:
         return tuple(found)
 
 
-def domain_of(role: Role) -> bytes:
-    """The ZAP domain of a role's port."""
-    return role.name.lower().encode()
-
-
-_ROLES = {domain_of(role): role for role in Role}
-
-
 class Gatekeeper:
-    """The ZAP handler of one context (ZeroMQ RFC 27): admits to each domain the keys of its role, counts the refused.
+    """Says who may connect to the port of a role, and counts the refused."""
 
-    Start it before any socket binds: a connection made without a handler would be let in unchecked. Stop it after the
-    sockets it guards, by serve_until_closed(): a handshake that waits for a handler that is gone keeps the context
-    from ending.
-    """
-
-    def __init__(self, context: Context, keys: ServerKeys) -> None:
+    def __init__(self, keys: ServerKeys) -> None:
         self.refused = 0
         self.keys = keys
         """May be replaced at any time; who is connected already is not asked again."""
-        self._context = context
-        self._socket: EventSocket | None = None
-        self._monitors: list[zmq.Socket[bytes]] = []
-
-    def start(self) -> None:
-        socket = self._context.socket(zmq.REP)
-        socket.bind(_ZAP_ENDPOINT)
-        self._socket = EventSocket(socket, self._answer)
-        self._socket.start()
-
-    def guard(self, socket: zmq.Socket[bytes]) -> None:
-        """Serve handshakes of `socket` until it is closed for good."""
-        endpoint = f"inproc://closed-{len(self._monitors)}"
-        socket.monitor(endpoint, zmq.EVENT_MONITOR_STOPPED)
-        monitor = self._context.socket(zmq.PAIR)
-        monitor.connect(endpoint)
-        self._monitors.append(monitor)
 
     def admits(self, role: Role, key: bytes) -> bool:
         return key in self.keys.allowed[role]
 
-    def serve_until_closed(self) -> None:
-        """Refuse handshakes while the guarded sockets close, which their owner has begun; then end. Blocks."""
-        if self._socket is None:
-            return
-        poller = zmq.Poller()
-        poller.register(self._socket.socket, zmq.POLLIN)
-        for monitor in self._monitors:
-            poller.register(monitor, zmq.POLLIN)
-        waiting = set(self._monitors)
-        until = time.monotonic() + _CLOSING_SECONDS
-        while waiting and (left := until - time.monotonic()) > 0:
-            for ready, _ in poller.poll(int(left * 1000) + 1):
-                frames = ready.recv_multipart()
-                if ready is self._socket.socket:
-                    self._refuse(frames)
-                else:
-                    waiting.discard(ready)
-                    poller.unregister(ready)
-        if waiting:
-            logger.warning("%d sockets are not closed after %g s", len(waiting), _CLOSING_SECONDS)
-        for monitor in self._monitors:
-            monitor.close(linger=0)
-        self._monitors.clear()
-        self._socket.close()
-        self._socket = None
-
-    def _answer(self, frames: list[bytes]) -> None:
-        match frames:
-            case [version, request, domain, _address, _identity, b"CURVE", key] if version == b"1.0":
-                encoded = z85.encode(key)
-                role = _ROLES.get(domain)
-                if role is not None and self.admits(role, encoded):
-                    self._reply(request, b"200", b"OK", encoded)
-                    return
-        self._refuse(frames)
-
-    def _refuse(self, frames: Sequence[bytes]) -> None:
+    def refuse(self) -> None:
         self.refused += 1
-        self._reply(frames[1] if len(frames) > 1 else b"", b"400", b"this key does not open this port", b"")
-
-    def _reply(self, request: bytes, status: bytes, text: bytes, user: bytes) -> None:
-        assert self._socket is not None
-        self._socket.send([b"1.0", request, status, text, user, b""])
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:

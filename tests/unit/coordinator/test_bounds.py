@@ -232,7 +232,7 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
 
 
 async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
-    monkeypatch.setattr(transport_module, "_CLIENT_SEND_MARK", 50)
+    monkeypatch.setattr(transport_module, "_CLIENT_SEND_BYTES", 4096)
     # Who does not read does not answer the checks of its connection, either.
     patient = Timing(heartbeat=0.05, slow_client=120.0, client_dead=120.0, connection_check=120.0, recovery=0.0)
     coordinator = stage.coordinator(timing=patient)

@@ -36,7 +36,6 @@ def test_every_thread_of_a_coordinator_has_them() -> None:
     coordinator = spawn_coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True))
     try:
         threads = [int(path.name) for path in Path(f"/proc/{coordinator.pid}/task").iterdir()]
-        assert len(threads) > 1, "ZeroMQ's own thread is one of them"
         assert {slice_and_nice(thread) for thread in threads} == {(SLICE_NANOSECONDS, os.nice(0))}
     finally:
         coordinator.stop()
