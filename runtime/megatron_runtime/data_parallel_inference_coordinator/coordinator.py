@@ -23,7 +23,13 @@ from megatron_runtime.data_parallel_inference_coordinator.registration import Re
 from megatron_runtime.data_parallel_inference_coordinator.replies import Replies
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
-from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, OnMessage, PeerId, Transport
+from megatron_runtime.data_parallel_inference_coordinator.transport import (
+    SHARED_PORT,
+    OnGone,
+    OnMessage,
+    PeerId,
+    Transport,
+)
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
@@ -60,13 +66,13 @@ class Coordinator:
         tokenizer: Tokenizer | None = None,
         on_bound: Callable[[dict[Role, str]], None] | None = None,
         clock: Clock | None = None,
-        transport: Callable[[CoordinatorSettings, OnMessage], Transport] = Transport,
+        transport: Callable[[CoordinatorSettings, OnMessage, OnGone], Transport] = Transport,
     ) -> None:
         self.settings = settings
         self.incarnation = random.SystemRandom().getrandbits(64)
         self.counters = Counters()
         self.engines = EngineRegistry()
-        self.transport = transport(settings, self.receive)
+        self.transport = transport(settings, self.receive, self.gone)
         self.ended = asyncio.Event()
         self.registered = asyncio.Event()
         """Set at each registration of an engine; who waits for one clears it."""
@@ -203,6 +209,15 @@ class Coordinator:
             self._handle(peer, decode(frames), frames)
         except MalformedMessageError as error:
             self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
+
+    def gone(self, peer: PeerId) -> None:
+        """A connection ended. An engine of ours that lives comes back on another and registers anew.
+
+        A plain one would not: it is kept until something for it cannot be sent. A client gets its time to come back.
+        """
+        engine = self.engines.at(peer)
+        if engine is not None and not engine.plain:
+            self.lose_engine(engine, "its connection ended")
 
     def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
         if type(message) is Hello:

@@ -17,12 +17,13 @@ from megatron_runtime.wire.zmtp.connection import Connection, PeerId
 from megatron_runtime.wire.zmtp.handshake import Handshake, NullHandshake
 from megatron_runtime.wire.zmtp.router import Router
 
-__all__ = ["SHARED_PORT", "BindError", "OnMessage", "PeerId", "Sent", "Transport"]
+__all__ = ["SHARED_PORT", "BindError", "OnGone", "OnMessage", "PeerId", "Sent", "Transport"]
 
 SHARED_PORT = 3
 """Port number of the one-port mode; the others are the values of Role."""
 
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
+OnGone: TypeAlias = Callable[[PeerId], None]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
@@ -45,13 +46,17 @@ class BindError(OSError):
 
 
 class Transport:
-    """addresses: after start(), the bound address of each role. gatekeeper: where there are keys."""
+    """addresses: after start(), the bound address of each role. gatekeeper: where there are keys.
 
-    def __init__(self, settings: CoordinatorSettings, on_message: OnMessage) -> None:
+    on_gone: called with each peer whose connection ended, the peer's process having ended or the network between.
+    """
+
+    def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:
         self.addresses: dict[Role, str] = {}
         self.gatekeeper: Gatekeeper | None = None
         self._settings = settings
         self._on_message = on_message
+        self._on_gone = on_gone
         self._routers: dict[int, Router] = {}
         self._connections: dict[PeerId, Connection] = {}
         self._keys = KeyDirectory(settings.keys_dir) if settings.keys_dir is not None else None
@@ -136,6 +141,7 @@ class Transport:
             connections=self._connections,
             handshake=self._handshakes(_key_role(port)),
             on_message=self._on_message,
+            on_gone=self._on_gone,
             on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
             max_message_bytes=(
                 limits.MAX_CLIENT_MESSAGE_BYTES if port == Role.CLIENT else limits.MAX_ENGINE_MESSAGE_BYTES

@@ -83,7 +83,7 @@ class Sink:
 
     gatekeeper = None
 
-    def __init__(self, _settings: CoordinatorSettings, receive: Callable[..., None]) -> None:
+    def __init__(self, _settings: CoordinatorSettings, receive: Callable[..., None], _gone: object) -> None:
         self.receive = receive
         self.addresses: dict[Role, str] = {}
         self.dispatched: list[tuple[tuple[int, bytes], Dispatch]] = []

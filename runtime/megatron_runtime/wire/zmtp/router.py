@@ -37,6 +37,7 @@ class Router:
     connections:  where those that are admitted are found by their names; other ports may share it.
     handshake:    makes the server's part of a handshake that gives the peer these properties.
     on_message:   called with the peer and the frames of each message. What it raises is logged and counted.
+    on_gone:      called for each connection that ends and that neither cut() nor close() ended.
     on_refused:   called for each connection that ends because its keys do not open the port.
     check_seconds: a connection from which nothing has come for two to three times as long is ended. Asked each time, a
                   peer that lives answers.
@@ -50,6 +51,7 @@ class Router:
         connections: dict[PeerId, Connection],
         handshake: Callable[[bytes], Handshake],
         on_message: Callable[[PeerId, Frames], None],
+        on_gone: Callable[[PeerId], None] = lambda peer: None,
         on_refused: Callable[[], None] = lambda: None,
         max_message_bytes: int,
         send_buffer_bytes: int,
@@ -62,6 +64,7 @@ class Router:
         self._number = number
         self._handshake = handshake
         self._on_message = on_message
+        self._on_gone = on_gone
         self._on_refused = on_refused
         self._max_message_bytes = max_message_bytes
         self._send_buffer_bytes = send_buffer_bytes
@@ -204,6 +207,8 @@ class Router:
             timer.cancel()
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
+            if not self._closing:
+                self._on_gone(connection.peer)
         if violation is not None:
             logger.debug("a connection on port %d was ended: %s", self._number, violation)
         if isinstance(violation, NotAdmittedError):
