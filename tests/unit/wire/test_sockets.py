@@ -1,4 +1,4 @@
-"""Sockets on the event loop, and who gets in."""
+"""ZeroMQ's sockets on the event loop, and key files."""
 
 import asyncio
 from pathlib import Path
@@ -9,7 +9,6 @@ import zmq
 from megatron_runtime.wire.event_socket import DRAIN_BUDGET, EventSocket
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import (
-    Gatekeeper,
     KeyFileError,
     PeerKeys,
     ServerKeys,
@@ -76,84 +75,6 @@ async def test_a_handler_that_raises_loses_its_message_only(context: zmq.Context
     assert server.handler_errors == 1
     server.close()
     server.close()
-
-
-def _key_dir(path: Path) -> Path:
-    path.mkdir(exist_ok=True)
-    for name, text in generate_key_files().items():
-        (path / name).write_text(text)
-    return path
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    return _key_dir(tmp_path / "keys")
-
-
-class GuardedPort:
-    """One CURVE port with its gatekeeper, and the peers that knock."""
-
-    def __init__(self, keys: Path, role: Role) -> None:
-        self.context = zmq.Context()
-        self.server_keys = ServerKeys.load(keys)
-        self.gatekeeper = Gatekeeper(self.context, self.server_keys)
-        self.gatekeeper.start()
-        router = self.context.socket(zmq.ROUTER)
-        self.server_keys.apply(router, role)
-        self.gatekeeper.guard(router)
-        self.port = router.bind_to_random_port("tcp://127.0.0.1")
-        self.received: asyncio.Queue[bytes] = asyncio.Queue()
-        self.server = EventSocket(router, lambda frames: self.received.put_nowait(frames[1]))
-        self.server.start()
-        self._peers: list[zmq.Socket] = []
-
-    def knock(self, text: bytes, keys: PeerKeys | None) -> None:
-        dealer = self.context.socket(zmq.DEALER)
-        dealer.setsockopt(zmq.RECONNECT_IVL, -1)
-        if keys is not None:
-            keys.apply(dealer)
-        dealer.connect(f"tcp://127.0.0.1:{self.port}")
-        dealer.setsockopt(zmq.LINGER, 0)
-        dealer.send(text, zmq.NOBLOCK)
-        self._peers.append(dealer)
-
-    async def refusal(self) -> None:
-        async with asyncio.timeout(10):
-            while not self.gatekeeper.refused:  # noqa: ASYNC110 - the handler offers a count, no event
-                await asyncio.sleep(0.01)
-
-    async def close(self) -> None:
-        for peer in self._peers:
-            peer.close(linger=0)
-        self.server.close()
-        self.gatekeeper.serve_until_closed()
-        self.context.term()
-
-
-@pytest.mark.parametrize("held", Role)
-@pytest.mark.parametrize("port_role", Role)
-async def test_a_port_admits_the_keys_of_its_role_only(keys: Path, held: Role, port_role: Role) -> None:
-    guarded = GuardedPort(keys, port_role)
-    guarded.knock(b"hello", PeerKeys.load(keys, held))
-    if held is port_role:
-        assert await asyncio.wait_for(guarded.received.get(), 10) == b"hello"
-        assert guarded.gatekeeper.refused == 0
-    else:
-        await guarded.refusal()
-        assert guarded.received.empty()
-    await guarded.close()
-
-
-async def test_strangers_without_a_key_and_with_a_key_of_their_own_are_kept_out(keys: Path, tmp_path: Path) -> None:
-    guarded = GuardedPort(keys, Role.ADMIN)
-    guarded.knock(b"no key", None)
-    strangers = PeerKeys.load(_key_dir(tmp_path / "other"), Role.ADMIN)
-    guarded.knock(b"own key", PeerKeys(strangers.own, guarded.server_keys.own.public))
-    await guarded.refusal()
-    guarded.knock(b"admin", PeerKeys.load(keys, Role.ADMIN))
-    assert await asyncio.wait_for(guarded.received.get(), 10) == b"admin"
-    assert guarded.received.empty()
-    await guarded.close()
 
 
 def test_a_missing_key_file_is_named_with_the_remedy(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ PeerId: TypeAlias = tuple[int, bytes]
 MESSAGES_A_TURN = 256
 """Handled in one turn of the loop; then other connections get theirs."""
 FRAMES_A_MESSAGE = 64
+ENVELOPE_BYTES = 64
+"""More than encryption adds to a frame."""
 _HANDSHAKE_BYTES = 4096
 """At most, of a frame of somebody who has not been admitted."""
 
@@ -32,8 +34,11 @@ class Owner(Protocol):
     def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
         """Its handshake is over. Gives its name. Raises ViolationError."""
 
-    def received(self, connection: Connection, frames: Frames) -> None:
-        """A message. Raises nothing."""
+    def received(self, peer: PeerId, frames: Frames) -> None:
+        """A message. What it raises is given to failed()."""
+
+    def failed(self, frames: Frames) -> None:
+        """Within an except clause: received() raised something."""
 
     def flush_soon(self, connection: Connection) -> None:
         """It has something to send."""
@@ -54,14 +59,14 @@ class Connection(asyncio.Protocol):
         self.heard = True
         self.is_open = False
         self._owner = owner
+        self._received = owner.received
         self._handshake = handshake
         self._box: Box | None = None
         self._transport: asyncio.Transport | None = None
         self._violation: ViolationError | None = None
         # Receiving: what came of a frame that is not whole yet, and of a message.
         self._greeted = False
-        self._parts: list[bytes] = []
-        self._have = 0
+        self._rest = bytearray()
         self._need = GREETING_BYTES
         self._limit = _HANDSHAKE_BYTES
         self._max_message_bytes = max_message_bytes
@@ -88,7 +93,7 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, _error: Exception | None) -> None:
         self._transport = None
         self.is_open = False
-        self._parts.clear()
+        self._rest.clear()
         self._out.clear()
         self._owner.lost(self, self._violation)
 
@@ -100,13 +105,12 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self.heard = True
-        if self._parts:
-            self._parts.append(data)
-            self._have += len(data)
-            if self._have < self._need:
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._need:
                 return
-            data = b"".join(self._parts)
-            self._parts.clear()
+            data = bytes(self._rest)
+            self._rest.clear()
         try:
             self._read(data)
         except ViolationError as error:
@@ -146,7 +150,11 @@ class Connection(asyncio.Protocol):
             body = data[begin:stop]
             position = stop
             if self._box is None and flags <= LONG and flags != MORE and self.is_open and not self._message:
-                self._owner.received(self, [body])
+                message = [body]
+                try:
+                    self._received(self.peer, message)
+                except Exception:
+                    self._owner.failed(message)
             else:
                 self._take(flags, body)
             if self._transport is None or self._transport.is_closing():
@@ -159,8 +167,8 @@ class Connection(asyncio.Protocol):
             self._keep(data[position:], need=need)
 
     def _keep(self, data: bytes, *, need: int) -> None:
-        self._parts.append(data)
-        self._have, self._need = len(data), need
+        self._rest += data
+        self._need = need
 
     def _rest_a_turn(self, data: bytes) -> None:
         assert self._transport is not None
@@ -181,8 +189,8 @@ class Connection(asyncio.Protocol):
             flags, body = self._box.open(body)
         if flags & COMMAND:
             answer = frames.pong(body)
-            if answer is not None:
-                self._send_frame(COMMAND, answer)
+            if answer is not None and not self._paused:
+                self._send_command(answer)
             return
         message = self._message
         message.append(body)
@@ -191,7 +199,10 @@ class Connection(asyncio.Protocol):
                 raise ViolationError("a message of too many frames or bytes")
             return
         self._message = []
-        self._owner.received(self, message)
+        try:
+            self._received(self.peer, message)
+        except Exception:
+            self._owner.failed(message)
 
     def _shake_hands(self, flags: int, command: bytes) -> None:
         if not flags & COMMAND:
@@ -201,7 +212,7 @@ class Connection(asyncio.Protocol):
         if said is not None:
             self.peer = self._owner.admitted(self, said.get(b"identity", b""))
             self.is_open = True
-            self._limit = self._max_message_bytes
+            self._limit = self._max_message_bytes + (0 if self._handshake.box is None else ENVELOPE_BYTES)
         self._write(frames.frame(COMMAND, answer))
         self._box = self._handshake.box
 
@@ -224,17 +235,20 @@ class Connection(asyncio.Protocol):
             encoded = frames.frame(0, message[0]) if len(message) == 1 else frames.message(message)
         else:
             last = len(message) - 1
-            encoded = b"".join(self._box.close(MORE if n < last else 0, body) for n, body in enumerate(message))
-        self._put(encoded)
+            encoded = b"".join([self._box.close(MORE if n < last else 0, body) for n, body in enumerate(message)])
+        if not self._out:
+            self._owner.flush_soon(self)
+        self._out.append(encoded)
+        self._out_bytes += len(encoded)
         return True
 
     def ping(self) -> None:
-        self._send_frame(COMMAND, frames.PING)
+        self._send_command(frames.PING)
 
     def flush(self) -> None:
         """The end of a turn: one call to the system for all that came together."""
         out, self._out, self._out_bytes = self._out, [], 0
-        if self._transport is not None:
+        if out and self._transport is not None:
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def close(self) -> None:
@@ -249,16 +263,12 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.abort()
 
-    def _send_frame(self, flags: int, body: bytes) -> None:
-        self._put(frames.frame(flags, body) if self._box is None else self._box.close(flags, body))
-
-    def _put(self, encoded: bytes) -> None:
-        if not self._out:
-            self._owner.flush_soon(self)
-        self._out.append(encoded)
-        self._out_bytes += len(encoded)
+    def _send_command(self, body: bytes) -> None:
+        self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
 
     def _write(self, data: bytes) -> None:
-        """Of the handshake: it waits for nothing."""
+        """Handshake and commands wait for nothing but what is to go before them."""
+        if self._out:
+            self.flush()
         if self._transport is not None:
             self._transport.write(data)

@@ -63,7 +63,7 @@ class Router:
         self._connections = connections
         self._number = number
         self._handshake = handshake
-        self._on_message = on_message
+        self.received = on_message
         self._on_gone = on_gone
         self._on_refused = on_refused
         self._max_message_bytes = max_message_bytes
@@ -187,12 +187,9 @@ class Router:
         self._connections[peer] = connection
         return peer
 
-    def received(self, connection: Connection, frames: Frames) -> None:
-        try:
-            self._on_message(connection.peer, frames)
-        except Exception:
-            self.handler_errors += 1
-            logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
+    def failed(self, frames: Frames) -> None:
+        self.handler_errors += 1
+        logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
 
     def flush_soon(self, connection: Connection) -> None:
         if not self._unsent:

@@ -1,0 +1,137 @@
+"""A ROUTER of the coordinator's kind for tests, and who connects to it: ZeroMQ's own sockets, or bare bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import zmq
+import zmq.asyncio
+
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.security import Gatekeeper, PeerKeys, ServerKeys, generate_key_files
+from megatron_runtime.wire.zmtp import frames
+from megatron_runtime.wire.zmtp.connection import PeerId
+from megatron_runtime.wire.zmtp.curve import CurveHandshake, CurveServer
+from megatron_runtime.wire.zmtp.frames import COMMAND
+from megatron_runtime.wire.zmtp.handshake import NullHandshake
+from megatron_runtime.wire.zmtp.router import Router
+
+LIMIT = 1 << 20
+READY = frames.frame(COMMAND, frames.command(b"READY", frames.properties([(b"Socket-Type", b"DEALER")])))
+NULL_BEGIN = frames.greeting(b"NULL", as_server=False) + READY
+CURVE_GREETING = frames.greeting(b"CURVE", as_server=False)
+
+
+class Port:
+    """One ROUTER and what became of its messages and connections."""
+
+    def __init__(self, *, keys: Path | None = None, role: Role = Role.CLIENT, check_seconds: float = 60.0) -> None:
+        self.received: asyncio.Queue[tuple[PeerId, list[bytes]]] = asyncio.Queue()
+        self.gone: asyncio.Queue[PeerId] = asyncio.Queue()
+        self.connections: dict = {}
+        self.on_message: Callable[[PeerId, list[bytes]], None] = lambda peer, frames: self.received.put_nowait(
+            (peer, frames)
+        )
+        self.gatekeeper = Gatekeeper(ServerKeys.load(keys)) if keys is not None else None
+        self.keys = keys
+        self.router = Router(
+            3,
+            connections=self.connections,
+            handshake=NullHandshake if keys is None else self._curve(role),
+            on_message=lambda peer, frames: self.on_message(peer, frames),
+            on_gone=self.gone.put_nowait,
+            on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
+            max_message_bytes=LIMIT,
+            send_buffer_bytes=1 << 16,
+            check_seconds=check_seconds,
+        )
+        self.address = self.router.bind("127.0.0.1", 0)
+        self.context = zmq.asyncio.Context()
+
+    def _curve(self, role: Role):
+        gatekeeper = self.gatekeeper
+        server = CurveServer.from_z85(gatekeeper.keys.own.secret, lambda key: gatekeeper.admits(role, key))
+        return lambda properties: CurveHandshake(server, properties)
+
+    def dealer(
+        self, keys: PeerKeys | None = None, *, routing_id: bytes = b"", reconnects: bool = False
+    ) -> zmq.asyncio.Socket:
+        """ZeroMQ's own. One that does not reconnect drops what it has not read when its connection ends."""
+        dealer = self.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.LINGER, 0)
+        dealer.setsockopt(zmq.RECONNECT_IVL, 100 if reconnects else -1)
+        if routing_id:
+            dealer.setsockopt(zmq.ROUTING_ID, routing_id)
+        if keys is None and self.keys is not None:
+            keys = PeerKeys.load(self.keys, Role.CLIENT)
+        if keys is not None:
+            keys.apply(dealer)
+        dealer.connect(self.address)
+        return dealer
+
+    async def raw(self, begin: bytes = NULL_BEGIN) -> Raw:
+        host, port = self.address.removeprefix("tcp://").split(":")
+        raw = Raw(*await asyncio.open_connection(host, int(port)))
+        raw.write(begin)
+        return raw
+
+    async def next(self) -> tuple[PeerId, list[bytes]]:
+        return await asyncio.wait_for(self.received.get(), 20)
+
+    def send(self, peer: PeerId, *message: bytes) -> bool:
+        return self.connections[peer].send(list(message))
+
+    async def close(self) -> None:
+        self.context.destroy(linger=0)
+        self.router.close()
+        await self.router.closed()
+
+
+class Raw:
+    """A TCP connection, by frames."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader, self._writer = reader, writer
+
+    def write(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    def pause(self) -> None:
+        self._writer.transport.pause_reading()
+
+    async def greeting(self) -> bytes:
+        return await asyncio.wait_for(self._reader.readexactly(frames.GREETING_BYTES), 20)
+
+    async def frame(self) -> tuple[int, bytes]:
+        async with asyncio.timeout(20):
+            flags, size = await self._reader.readexactly(2)
+            if flags & frames.LONG:
+                size = int.from_bytes(bytes((size,)) + await self._reader.readexactly(7), "big")
+            return flags, await self._reader.readexactly(size)
+
+    async def end(self) -> None:
+        """Returns when the other side has ended it."""
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                while await self._reader.read(1 << 16):
+                    pass
+        self._writer.close()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def key_files(path: Path) -> Path:
+    path.mkdir(exist_ok=True)
+    for name, text in generate_key_files().items():
+        (path / name).write_text(text)
+    return path
+
+
+async def until(condition: Callable[[], object]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - what is waited for offers no event
+            await asyncio.sleep(0.01)

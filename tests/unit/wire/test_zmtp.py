@@ -1,0 +1,248 @@
+"""The coordinator's ROUTER and ZeroMQ's own sockets: messages, names, and the ends of connections."""
+
+import asyncio
+import errno
+import random
+import socket
+from pathlib import Path
+
+import pytest
+import zmq
+import zmq.asyncio
+from zmtp_port import LIMIT, NULL_BEGIN, Port
+
+from megatron_runtime.wire.headers import Role
+from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.wire.zmtp import frames
+from megatron_runtime.wire.zmtp.connection import MESSAGES_A_TURN, PeerId
+from megatron_runtime.wire.zmtp.frames import COMMAND
+
+SIZES = [0, 1, 255, 256, 8192, 65536, LIMIT]
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_messages_of_every_size_go_both_ways(either: Port) -> None:
+    dealer = either.dealer()
+    rng = random.Random(1)
+    messages = [[rng.randbytes(size)] for size in SIZES]
+    messages += [[rng.randbytes(rng.choice(SIZES[:-1])) for _ in range(count)] for count in (2, 3, 10)]
+    for message in messages:
+        await dealer.send_multipart(message)
+        peer, found = await either.next()
+        assert found == message
+        assert either.send(peer, *message)
+        assert await asyncio.wait_for(dealer.recv_multipart(), 20) == message
+
+
+async def test_however_the_bytes_are_cut_the_messages_are_the_same(port: Port) -> None:
+    rng = random.Random(2)
+    messages = [
+        [rng.randbytes(rng.choice((0, 1, 7, 254, 255, 256, 5000))) for _ in range(rng.choice((1, 1, 1, 3)))]
+        for _ in range(400)
+    ]
+    data = NULL_BEGIN + b"".join(map(frames.message, messages))
+    raw = await port.raw(b"")
+    begin = 0
+    while begin < len(data):
+        end = begin + rng.choice((1, 2, 3, 60, 64, 300, 20_000))
+        raw.write(data[begin:end])
+        begin = end
+        await asyncio.sleep(0)
+    assert [(await port.next())[1] for _ in messages] == messages
+
+
+async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(port: Port) -> None:
+    count = 20 * MESSAGES_A_TURN
+    done = asyncio.Event()
+    found: list[int] = []
+
+    def on_message(_peer: PeerId, message: list[bytes]) -> None:
+        found.append(int(message[0]))
+        if len(found) == count:
+            done.set()
+
+    port.on_message = on_message
+    raw = await port.raw(NULL_BEGIN + b"".join(frames.frame(0, b"%d" % number) for number in range(count)))
+    turns = 0
+    while not done.is_set():
+        turns += 1
+        await asyncio.sleep(0)
+    assert found == list(range(count))
+    assert turns >= count / MESSAGES_A_TURN / 2, "the loop gets its turn between budgets"
+    raw.close()
+
+
+async def test_a_handler_that_raises_loses_its_message_only(either: Port) -> None:
+    def on_message(peer: PeerId, message: list[bytes]) -> None:
+        if message[0] == b"bad":
+            raise ValueError("bad message")
+        either.received.put_nowait((peer, message))
+
+    either.on_message = on_message
+    dealer = either.dealer()
+    for text in (b"bad", b"good"):
+        await dealer.send(text)
+    assert (await either.next())[1] == [b"good"]
+    assert either.router.handler_errors == 1
+
+
+async def test_a_message_at_the_limit_passes_and_one_beyond_ends_its_connection(either: Port) -> None:
+    dealer, other = either.dealer(), either.dealer()
+    await dealer.send(bytes(LIMIT))
+    peer, message = await either.next()
+    assert message == [bytes(LIMIT)]
+    await dealer.send(bytes(LIMIT + 100))
+    assert await asyncio.wait_for(either.gone.get(), 20) == peer
+    await other.send(b"still here")
+    assert (await either.next())[1] == [b"still here"]
+
+
+async def test_who_does_not_read_is_full_and_costs_a_bounded_buffer(either: Port) -> None:
+    dealer = either.dealer()
+    dealer.setsockopt(zmq.RCVHWM, 1)
+    await dealer.send(b"hello")
+    peer, _ = await either.next()
+    raw_dealer = dealer  # nothing is received from it until the end
+    sent = 0
+    for _ in range(10_000):
+        if not either.send(peer, sent.to_bytes(4, "big") * 1000):
+            break
+        sent += 1
+        if sent % 10 == 0:
+            await asyncio.sleep(0.001)
+    else:
+        pytest.fail("40 MB fitted into a buffer of 64 KiB")
+    for number in range(sent):
+        assert (await asyncio.wait_for(raw_dealer.recv(), 20))[:4] == number.to_bytes(4, "big")
+    async with asyncio.timeout(20):
+        while not either.send(peer, b"again"):  # noqa: ASYNC110 - a buffer offers no event
+            await asyncio.sleep(0.01)
+    assert await asyncio.wait_for(raw_dealer.recv(), 20) == b"again"
+
+
+# --- connections ------------------------------------------------------------------------------------------------------
+
+
+async def test_each_connection_has_a_name_of_its_own_or_the_one_it_brings(port: Port) -> None:
+    nameless = [port.dealer() for _ in range(3)]
+    named = port.dealer(routing_id=b"mp-coord-0")
+    for dealer in (*nameless, named):
+        await dealer.send(b"hello")
+    peers = {(await port.next())[0] for _ in range(4)}
+    assert (3, b"mp-coord-0") in peers
+    assert len(peers) == 4
+
+
+async def test_a_name_belongs_to_who_brought_it_last(either: Port) -> None:
+    first, second = either.dealer(routing_id=b"name"), None
+    await first.send(b"first")
+    peer, _ = await either.next()
+    second = either.dealer(routing_id=b"name")
+    await second.send(b"second")
+    assert await either.next() == (peer, [b"second"])
+    assert either.send(peer, b"to the second")
+    assert await asyncio.wait_for(second.recv(), 20) == b"to the second"
+    assert await first.poll(50) == 0
+
+
+async def test_a_name_is_not_given_to_another_key(make_port, keys: Path) -> None:
+    (keys / "client.pub").write_text((keys / "client.pub").read_text() + "\n" + (keys / "engine.pub").read_text())
+    port = make_port(keys=keys)
+    owner = port.dealer(routing_id=b"name")
+    await owner.send(b"mine")
+    peer, _ = await port.next()
+    thief = port.dealer(PeerKeys.load(keys, Role.ENGINE), routing_id=b"name")
+    await thief.send(b"mine now")
+    honest = port.dealer(PeerKeys.load(keys, Role.ENGINE))
+    await honest.send(b"hello")
+    assert (await port.next())[1] == [b"hello"]
+    assert port.send(peer, b"to the owner")
+    assert await asyncio.wait_for(owner.recv(), 20) == b"to the owner"
+
+
+async def test_who_goes_is_told_and_who_is_cut_is_not_heard_again(either: Port) -> None:
+    leaves, stays = either.dealer(), either.dealer()
+    await leaves.send(b"leaves")
+    left, _ = await either.next()
+    await stays.send(b"stays")
+    stayed, _ = await either.next()
+    leaves.close(linger=0)
+    assert await asyncio.wait_for(either.gone.get(), 20) == left
+    either.router.cut(stayed)
+    await stays.send(b"still there?")
+    await asyncio.sleep(0.1)
+    assert either.connections == {}
+    assert either.received.empty()
+    assert either.gone.empty()
+
+
+async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_port, keys: Path) -> None:
+    for options in ({}, {"keys": keys}):
+        port = make_port(check_seconds=0.1, **options)
+        answers = port.dealer()
+        await answers.send(b"hello")
+        peer, _ = await port.next()
+        if not options:
+            silent = await port.raw()
+            await silent.greeting()
+            await silent.frame()
+            assert await silent.frame() == (COMMAND, frames.PING)
+            await silent.end()
+            assert await asyncio.wait_for(port.gone.get(), 20) != peer
+        await asyncio.sleep(0.5)
+        assert list(port.connections) == [peer]
+
+
+async def test_a_ping_is_answered_with_its_context(port: Port) -> None:
+    raw = await port.raw(NULL_BEGIN + frames.frame(COMMAND, b"\x04PING\x00\x64context"))
+    await raw.greeting()
+    await raw.frame()
+    assert await raw.frame() == (COMMAND, b"\x04PONGcontext")
+    raw.close()
+
+
+async def test_pings_of_one_who_does_not_read_are_answered_within_bounds(port: Port) -> None:
+    raw = await port.raw()
+    raw.pause()
+    while not port.connections:  # noqa: ASYNC110 - the handshake offers no event
+        await asyncio.sleep(0.01)
+    [connection] = port.connections.values()
+    ping = frames.frame(COMMAND, b"\x04PING\x00\x00" + bytes(200))
+    for _ in range(300):
+        raw.write(ping * 1000)
+        await asyncio.sleep(0)
+    for _ in range(20):
+        await asyncio.sleep(0.05)
+        assert connection._transport.get_write_buffer_size() < 1 << 20
+    raw.close()
+
+
+async def test_what_was_sent_goes_out_before_the_end_and_the_port_is_free_at_once(either: Port) -> None:
+    dealer = either.dealer(reconnects=True)
+    await dealer.send(b"hello")
+    peer, _ = await either.next()
+    assert either.send(peer, b"last words")
+    either.router.close()
+    number = int(either.address.rsplit(":", 1)[1])
+    with socket.create_server(("127.0.0.1", number)):
+        await either.router.closed()
+    assert await asyncio.wait_for(dealer.recv(), 20) == b"last words"
+
+
+def has_ipv6() -> bool:
+    with socket.socket(socket.AF_INET6) as probe:
+        return probe.connect_ex(("::1", 9)) in (0, errno.ECONNREFUSED)
+
+
+async def test_ipv6_and_a_path_are_addresses_too(port: Port, tmp_path: Path) -> None:
+    addresses = [port.router.bind_path(tmp_path / "router.sock")]
+    if has_ipv6():
+        addresses.append(port.router.bind("::1", 0))
+    for address in addresses:
+        dealer = port.context.socket(zmq.DEALER)
+        dealer.setsockopt(zmq.IPV6, 1)
+        dealer.connect(address)
+        await dealer.send(address.encode())
+        assert (await port.next())[1] == [address.encode()]
