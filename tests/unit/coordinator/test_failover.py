@@ -35,7 +35,8 @@ async def check_streams(streams, collect, *, tokens=12) -> None:
 @pytest.mark.parametrize("way", ["vanishes", "leaves", "falls silent", "restarts"])
 async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(stage, params, collect, way) -> None:
     quick = Timing(heartbeat=0.05, suspect=0.4, dead=2.5, client_dead=60.0, recovery=0.0)
-    coordinator = stage.coordinator(**({"timing": quick} if way == "falls silent" else {}))
+    patient = Timing(heartbeat=0.05, suspect=60.0, dead=120.0, client_dead=120.0, recovery=0.0)
+    coordinator = stage.coordinator(timing=quick if way == "falls silent" else patient)
     first = await stage.engine("engine-0", step_seconds=None)
     client = await stage.client()
     streams = await start_streams(client, params, 5)

@@ -210,3 +210,24 @@ async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, 
 async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, client) -> None:
     client.say(Header.SHUTDOWN)
     await asyncio.wait_for(stage.coordinators[-1].ended.wait(), 10)
+
+
+async def test_a_plain_engine_whose_connection_broke_goes_on_with_its_identity(stage, plain) -> None:
+    """It registers once in its life; one of ours would register anew, and is lost with its connection."""
+    coordinator = stage.coordinator(single_port=True)
+    plain(Role.ENGINE, identity=b"mp-coord-0").say()
+    await stage.until(lambda: len(coordinator.engines) == 1)
+    client = plain(Role.CLIENT)
+    client.say(Header.CONNECT)
+    await client.hear()
+    client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
+    await stage.until(lambda: coordinator.engines.in_flight() == 1)
+    stage.closers.pop(-2)()
+    await stage.until(lambda: len(coordinator.transport._connections) == 1)
+    [number] = [number for number, _ in coordinator.engines.dispatched()]
+    again = plain(Role.ENGINE, identity=b"mp-coord-0")
+    again.say(Header.ENGINE_REPLY, [{"request_id": number, "generated_tokens": [5, 6, 7, 8], "status": "COMPLETED"}])
+    header, _, reply = await client.hear()
+    assert header == Header.ENGINE_REPLY
+    assert reply["generated_tokens"] == [5, 6, 7, 8]
+    assert coordinator.counters.engines_lost == 0
