@@ -29,7 +29,7 @@ class Timing:
     key_check: float = 2.0
     """How often the key files are looked at."""
     connection_check: float = 5.0
-    """A connection that has been cut off, or whose machine is gone, is closed within twice this time."""
+    """A connection that has been cut off, or whose machine is gone, is closed within three times as long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TypeAlias
@@ -153,7 +152,7 @@ class Transport:
             address = router.bind(settings.listen, number)
         except OSError as error:
             where = f"tcp://{settings.listen}:{number or '*'}"
-            reason = os.strerror(error.errno) if error.errno else str(error)
+            reason = error.strerror or error
             raise BindError(error.errno, f"cannot bind {where} ({reason}): choose another port") from error
         self._routers[port] = router
         return address

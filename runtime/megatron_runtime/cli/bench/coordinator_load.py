@@ -11,7 +11,6 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import psutil
-import zmq
 
 from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, LeanEngine, LeanPeer
@@ -75,7 +74,6 @@ class Bench:
         self.coordinator: CoordinatorProcess = spawn_coordinator(settings)
         self.start_seconds = time.perf_counter() - begun
         self.process = psutil.Process(self.coordinator.pid)
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         rng = random.Random(1)
         half = options.prompt_tokens // 2
         prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
@@ -89,7 +87,6 @@ class Bench:
 
     def close(self) -> None:
         self.coordinator.stop()
-        self.context.term()
 
     @asynccontextmanager
     async def ways(self, *, clients: int, engines: int) -> AsyncIterator[tuple[Way, Way, Way]]:
@@ -112,23 +109,24 @@ class Bench:
     ) -> AsyncIterator[tuple[list[LeanClient], list[DirectEngine]]]:
         """Peers that no coordinator is between, but perhaps a forwarder."""
         behind = forwarder.engine_address if forwarder is not None else None
-        engine_peers = [DirectEngine(self.context, forwarder_address=behind) for _ in range(engines)]
+        engine_peers = [DirectEngine(forwarder_address=behind) for _ in range(engines)]
+        for engine in engine_peers:
+            await engine.start()
         client_peers = [
             LeanClient(
-                self.context,
                 forwarder.client_address if forwarder is not None else engine_peers[number % engines].address,
                 f"direct-{number}",
             )
             for number in range(clients)
         ]
         try:
-            await asyncio.wait_for(asyncio.gather(*(client.registered.wait() for client in client_peers)), 30)
+            await asyncio.wait_for(asyncio.gather(*(client.start() for client in client_peers)), 30)
             yield client_peers, engine_peers
         finally:
             for client in client_peers:
                 await client.close()
             for engine in engine_peers:
-                engine.socket.close()
+                engine.close()
 
     @asynccontextmanager
     async def peers(
@@ -137,15 +135,13 @@ class Bench:
         addresses = self.coordinator.addresses
         most = max(STREAMS, self.options.clients * WINDOW)
         engine_peers = [
-            LeanEngine(self.context, addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
+            LeanEngine(addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
             for number in range(engines)
         ]
-        client_peers = [
-            LeanClient(self.context, addresses[Role.CLIENT], f"client-{number}") for number in range(clients)
-        ]
+        client_peers = [LeanClient(addresses[Role.CLIENT], f"client-{number}") for number in range(clients)]
         peers: list[LeanPeer] = [*engine_peers, *client_peers]
         try:
-            await asyncio.wait_for(asyncio.gather(*(peer.registered.wait() for peer in peers)), 30)
+            await asyncio.wait_for(asyncio.gather(*(peer.start() for peer in peers)), 30)
             yield client_peers, engine_peers
         finally:
             for peer in peers:

@@ -11,9 +11,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-import zmq
-
-from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.cli.bench.lean_socket import LeanSocket
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import Header, Role
 from megatron_runtime.wire.messages import (
     Abort,
@@ -34,6 +33,9 @@ from megatron_runtime.wire.messages import (
     unpack,
 )
 from megatron_runtime.wire.states import CoordinatorState, EngineState
+from megatron_runtime.wire.zmtp.connection import Connection, PeerId
+from megatron_runtime.wire.zmtp.handshake import NullHandshake
+from megatron_runtime.wire.zmtp.router import Router
 
 _REPLY = pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = tokens_to_bytes([1])
@@ -41,19 +43,20 @@ _PARAMS = pack({"num_tokens_to_generate": 1})
 
 
 class LeanPeer:
-    """One registered connection."""
+    """One registered connection, after start()."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, hello: Hello) -> None:
+    socket: LeanSocket
+
+    def __init__(self, address: str, hello: Hello) -> None:
         self.registered = asyncio.Event()
+        self._address = address
         self._hello = hello
-        socket = context.socket(zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.setsockopt(option, 0)
-        socket.connect(address)
-        self.socket = EventSocket(socket, self._receive)
-        self.socket.start()
-        self.socket.send(hello.to_frames())
+
+    async def start(self) -> None:
+        self.socket = await LeanSocket.connect(self._address, self._receive)
+        self.socket.send(self._hello.to_frames())
         self._beating = asyncio.create_task(self._beat())
+        await self.registered.wait()
 
     async def _beat(self) -> None:
         while True:
@@ -65,7 +68,7 @@ class LeanPeer:
         self._beating.cancel()
         await asyncio.wait([self._beating])
         self.socket.send(Disconnect(reason="done").to_frames())
-        self.socket.close(linger_ms=1000)
+        self.socket.close()
 
     def _receive(self, frames: Frames) -> None:
         head = unpack(frames[0])
@@ -77,12 +80,12 @@ class LeanPeer:
             assert isinstance(error, Error)
             raise RuntimeError(f"the coordinator refused: {error.code.name}: {error.message}")
         elif head[0] != Header.HEARTBEAT:
-            self.handle(head, frames)
+            self.handle(head)
 
     def acknowledged(self, ack: HelloAck) -> None:
         """Registered."""
 
-    def handle(self, head: list[object], frames: Frames) -> None:
+    def handle(self, head: list[object]) -> None:
         """A message of the request path."""
 
 
@@ -95,7 +98,6 @@ class LeanEngine(LeanPeer):
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         name: str,
         *,
@@ -115,9 +117,9 @@ class LeanEngine(LeanPeer):
             max_requests=max_requests,
             block_size_tokens=256,
         )
-        super().__init__(context, address, hello)
+        super().__init__(address, hello)
 
-    def handle(self, head: list[object], frames: Frames) -> None:
+    def handle(self, head: list[object]) -> None:
         if head[0] != Header.DISPATCH:
             return
         arrived = time.perf_counter()
@@ -145,37 +147,60 @@ class DirectEngine:
     taken: as LeanEngine has it.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], *, forwarder_address: str | None = None) -> None:
+    def __init__(self, *, forwarder_address: str | None = None) -> None:
         self.taken: dict[bytes, tuple[float, float]] = {}
-        socket = context.socket(zmq.ROUTER if forwarder_address is None else zmq.DEALER)
-        for option in (zmq.SNDHWM, zmq.RCVHWM, zmq.LINGER):
-            socket.setsockopt(option, 0)
-        if forwarder_address is None:
-            self.address = f"tcp://127.0.0.1:{socket.bind_to_random_port('tcp://127.0.0.1')}"
-        else:
-            self.address = forwarder_address
-            socket.connect(forwarder_address)
-        self.socket = EventSocket(socket, self._receive)
-        self.socket.start()
+        self.address = forwarder_address or ""
+        self._forwarder_address = forwarder_address
+        self._socket: LeanSocket | None = None
+        self._router: Router | None = None
+        self._connections: dict[PeerId, Connection] = {}
 
-    def _receive(self, frames: Frames) -> None:
+    async def start(self) -> None:
+        if self._forwarder_address is not None:
+            self._socket = await LeanSocket.connect(self._forwarder_address, self._forwarded)
+            return
+        self._router = Router(
+            0,
+            connections=self._connections,
+            handshake=NullHandshake,
+            on_message=lambda peer, frames: self._receive(frames[0], self._connections[peer].send),
+            max_message_bytes=limits.MAX_CLIENT_MESSAGE_BYTES,
+            send_buffer_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
+            check_seconds=60.0,
+        )
+        self.address = self._router.bind("127.0.0.1", 0)
+
+    def close(self) -> None:
+        if self._socket is not None:
+            self._socket.close()
+        if self._router is not None:
+            self._router.close()
+
+    def _forwarded(self, frames: Frames) -> None:
+        """A client's routing id, and its message."""
+        peer, body = frames
+        assert self._socket is not None
+        send = self._socket.send
+        self._receive(body, lambda answer: send([peer, *answer]))
+
+    def _receive(self, body: bytes, send: Callable[[Frames], object]) -> None:
         arrived = time.perf_counter()
-        peer, head = frames[0], unpack(frames[1])
+        head = unpack(body)
         if head[0] == Header.HELLO:
-            self.socket.send([peer, *HelloAck(incarnation=1, state=CoordinatorState.RUNNING).to_frames()])
+            send(HelloAck(incarnation=1, state=CoordinatorState.RUNNING).to_frames())
         elif head[0] == Header.SUBMIT:
             self.taken[head[1]] = (arrived, time.perf_counter())
-            self.socket.send([peer, *Final(0, head[1], _TOKEN, _REPLY).to_frames()])
+            send(Final(0, head[1], _TOKEN, _REPLY).to_frames())
 
 
 class LeanClient(LeanPeer):
     """on_final: called with the uid of each answer. on_partial: called for each message of partials."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, name: str) -> None:
+    def __init__(self, address: str, name: str) -> None:
         self.on_final: Callable[[bytes], None] = lambda uid: None
         self.on_partial: Callable[[], None] = lambda: None
         hello = Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63))
-        super().__init__(context, address, hello)
+        super().__init__(address, hello)
 
     def submit(self, prompt: bytes, *, streaming: bool = False) -> bytes:
         uid = secrets.token_bytes(16)
@@ -185,7 +210,7 @@ class LeanClient(LeanPeer):
     def abort(self, uid: bytes) -> None:
         self.socket.send(Abort(uid).to_frames())
 
-    def handle(self, head: list[object], frames: Frames) -> None:
+    def handle(self, head: list[object]) -> None:
         if head[0] == Header.FINAL:
             uid = head[2]
             assert isinstance(uid, bytes)

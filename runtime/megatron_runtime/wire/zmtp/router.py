@@ -84,9 +84,11 @@ class Router:
     # --- life -----------------------------------------------------------------------------------------------------
 
     def bind(self, host: str, port: int) -> str:
-        """Listen, and give the address. Port 0 is a free one. Raises OSError."""
+        """Listen, and give the address. "*" is all of IPv4, "::" of both; port 0 is a free one. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=_BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        where = ("" if host == "*" else host, port)
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
         name, bound = listener.getsockname()[:2]
         address = f"tcp://[{name}]:{bound}" if family == socket.AF_INET6 else f"tcp://{name}:{bound}"
         return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
