@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import zmq
 import zmq.asyncio
-from zmtp_port import LIMIT, NULL_BEGIN, Port
+from zmtp_port import LIMIT, NULL_BEGIN, Port, until
 
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import PeerKeys
@@ -160,6 +160,18 @@ async def test_a_name_is_not_given_to_another_key(make_port, keys: Path) -> None
     assert (await port.next())[1] == [b"hello"]
     assert port.send(peer, b"to the owner")
     assert await asyncio.wait_for(owner.recv(), 20) == b"to the owner"
+
+
+async def test_the_connection_that_had_the_name_before_ends(port: Port) -> None:
+    named = frames.command(b"READY", frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"name")]))
+    raw = await port.raw(frames.greeting(b"NULL", as_server=False) + frames.frame(COMMAND, named))
+    await until(lambda: port.connections)
+    second = port.dealer(routing_id=b"name")
+    await second.send(b"hello")
+    assert await port.next() == ((3, b"name"), [b"hello"])
+    await raw.end()
+    assert len(port.connections) == 1
+    assert port.gone.empty(), "the name is there as before"
 
 
 async def test_who_goes_is_told_and_who_is_cut_is_not_heard_again(either: Port) -> None:

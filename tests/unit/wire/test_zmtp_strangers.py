@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from curve_client import CurveClient
-from zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, Port, Raw, key_files, until
+from zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, READY, Port, Raw, key_files, until
 
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import PeerKeys
@@ -24,6 +24,8 @@ from megatron_runtime.wire.zmtp.frames import COMMAND, MORE
 NONSENSE = {
     "not ZMTP": b"GET / HTTP/1.1\r\nHost: coordinator\r\nAccept: */*\r\nUser-Agent: somebody\r\n\r\n",
     "ZMTP 2": b"\xff" + bytes(7) + b"\x01\x7f\x01\x05" + bytes(60),
+    "an old version": NULL_BEGIN[:10] + b"\x02" + NULL_BEGIN[11:],
+    "READY, but not as a command": NULL_BEGIN.replace(READY, frames.frame(0, READY[2:])),
     "another mechanism": frames.greeting(b"PLAIN", as_server=False),
     "a message first": frames.greeting(b"NULL", as_server=False) + frames.frame(0, b"hello"),
     "another command first": frames.greeting(b"NULL", as_server=False) + frames.frame(COMMAND, b"\x05HELLO"),
