@@ -1,9 +1,16 @@
 """Ports for the tests of ZMTP."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
+import uvloop
 from zmtp_port import Port, key_files
+
+
+def pytest_asyncio_loop_factories(config, item):
+    """The coordinator runs on uvloop, a program's own on whatever it has."""
+    return {"asyncio": asyncio.new_event_loop, "uvloop": uvloop.new_event_loop}
 
 
 @pytest.fixture

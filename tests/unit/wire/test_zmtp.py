@@ -147,6 +147,21 @@ async def test_a_name_belongs_to_who_brought_it_last(either: Port) -> None:
     assert await first.poll(50) == 0
 
 
+async def test_what_a_connection_had_to_say_ends_with_it_and_others_are_served(port: Port) -> None:
+    """All in one turn of the loop: the first of three connections ends, and there is something to send to each."""
+    dealers = [port.dealer(routing_id=b"%d" % number) for number in range(3)]
+    peers = []
+    for dealer in dealers:
+        await dealer.send(b"hello")
+        peers.append((await port.next())[0])
+    port.connections[peers[0]].abort()
+    for peer in peers:
+        port.send(peer, b"answer")
+    for dealer in dealers[1:]:
+        assert await asyncio.wait_for(dealer.recv(), 20) == b"answer"
+    assert await asyncio.wait_for(port.gone.get(), 20) == peers[0]
+
+
 async def test_a_name_is_not_given_to_another_key(make_port, keys: Path) -> None:
     (keys / "client.pub").write_text((keys / "client.pub").read_text() + "\n" + (keys / "engine.pub").read_text())
     port = make_port(keys=keys)

@@ -54,6 +54,8 @@ class Connection(asyncio.Protocol):
     send_buffer_bytes: what waits to be sent beyond it makes the connection full.
     """
 
+    _transport: asyncio.Transport
+
     def __init__(self, owner: Owner, handshake: Handshake, *, max_message_bytes: int, send_buffer_bytes: int) -> None:
         self.peer: PeerId = (0, b"")
         self.heard = True
@@ -62,7 +64,6 @@ class Connection(asyncio.Protocol):
         self._received = owner.received
         self._handshake = handshake
         self._box: Box | None = None
-        self._transport: asyncio.Transport | None = None
         self._violation: ViolationError | None = None
         # Receiving: what came of a frame that is not whole yet, and of a message.
         self._greeted = False
@@ -91,7 +92,6 @@ class Connection(asyncio.Protocol):
         self._write(frames.greeting(self._handshake.mechanism, as_server=self._handshake.mechanism == b"CURVE"))
 
     def connection_lost(self, _error: Exception | None) -> None:
-        self._transport = None
         self.is_open = False
         self._rest.clear()
         self._out.clear()
@@ -157,7 +157,7 @@ class Connection(asyncio.Protocol):
                     self._owner.failed(message)
             else:
                 self._take(flags, body)
-            if self._transport is None or self._transport.is_closing():
+            if self._transport.is_closing():
                 return
             turn -= 1
             if not turn and end - position >= 2:
@@ -171,12 +171,11 @@ class Connection(asyncio.Protocol):
         self._need = need
 
     def _rest_a_turn(self, data: bytes) -> None:
-        assert self._transport is not None
         self._transport.pause_reading()
         asyncio.get_running_loop().call_soon(self._resume, data)
 
     def _resume(self, data: bytes) -> None:
-        if self._transport is None or self._transport.is_closing():
+        if self._transport.is_closing():
             return
         self._transport.resume_reading()
         self.data_received(data)
@@ -248,20 +247,18 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """The end of a turn: one call to the system for all that came together."""
         out, self._out, self._out_bytes = self._out, [], 0
-        if out and self._transport is not None:
+        if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def close(self) -> None:
         """End it when what was sent has gone out."""
         if self._out:
             self.flush()
-        if self._transport is not None:
-            self._transport.close()
+        self._transport.close()
 
     def abort(self) -> None:
         """End it now."""
-        if self._transport is not None:
-            self._transport.abort()
+        self._transport.abort()
 
     def _send_command(self, body: bytes) -> None:
         self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
@@ -270,5 +267,5 @@ class Connection(asyncio.Protocol):
         """Handshake and commands wait for nothing but what is to go before them."""
         if self._out:
             self.flush()
-        if self._transport is not None:
+        if not self._transport.is_closing():
             self._transport.write(data)

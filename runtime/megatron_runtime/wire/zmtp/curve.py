@@ -34,12 +34,14 @@ _INNER_MORE, _INNER_COMMAND = 1, 2
 class CurveServer:
     """A port's pair of raw keys, and who may connect: `admits` is asked for a Z85 public key."""
 
+    public: bytes
     secret: bytes
     admits: Callable[[bytes], bool]
 
     @classmethod
     def from_z85(cls, secret: bytes, admits: Callable[[bytes], bool]) -> CurveServer:
-        return cls(z85.decode(secret), admits)
+        raw = z85.decode(secret)
+        return cls(nacl.crypto_scalarmult_base(raw), raw, admits)
 
 
 class CurveHandshake:
@@ -91,12 +93,12 @@ class CurveHandshake:
         long_term, vouch = content[:_KEY_BYTES], content[_KEY_BYTES : _KEY_BYTES + _VOUCH_BYTES]
         # The vouch: the long-term key says that the short-term key, and this server, are meant.
         vouched = nacl.crypto_box_open(vouch[16:], b"VOUCH---" + vouch[:16], long_term, self._secret)
-        server_public = nacl.crypto_scalarmult_base(self._server.secret)
-        if not secrets.compare_digest(vouched, self._client + server_public):
+        if not secrets.compare_digest(vouched, self._client + self._server.public):
             raise NotAdmittedError("the key it vouches for is not that of its HELLO")
         key = z85.encode(long_term)
         if not self._server.admits(key):
             raise NotAdmittedError("its key does not open this port")
+        self._secret = b""  # it has done its work
         self.key = key
         self.properties = frames.read_properties(content[_KEY_BYTES + _VOUCH_BYTES :])
         box_of_both = CurveBox(shared, last_received=int.from_bytes(nonce, "big"))
