@@ -12,13 +12,17 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import psutil
 
 from megatron_runtime.cli.process import PARENT_VARIABLE
 from megatron_runtime.parallel.identity import NodeIdentity
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 logger = logging.getLogger(__name__)
 
@@ -67,9 +71,17 @@ def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
     try:
         elastic_launch(config, sys.executable)("-u", "-m", "megatron_runtime.cli", *arguments)
     except ChildFailedError as error:
-        rank, first = error.get_first_failure()
+        rank, first = cause(error.failures)
         how = f"signal {first.signal_name()}" if first.exitcode < 0 else f"status {first.exitcode}"
         raise RanksFailedError(f"rank {rank} ended with {how}, and the engine with it") from error
+
+
+def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank, of those that were found ended in one look, whose end was the cause of the others'.
+
+    One that a signal ended did not choose to; one that left with a status may have done so because of it.
+    """
+    return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
 
 
 def _end_together(ranks: int) -> None:

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 from rank_program import HANGS_NOW
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
+from megatron_runtime.cli.launch_ranks import cause
 from megatron_runtime.parallel.interpreter_watch import END_STATUS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
@@ -176,3 +178,12 @@ def test_a_model_that_cannot_be_spread_so_is_refused(start, told: dict[str, Any]
     assert engine.exit_codes() == [1, 1]
     for rank in (0, 1):
         assert "expert_parallel_size=2: this model has no experts: use 1" in (tmp_path / f"rank-{rank}").read_text()
+
+
+@pytest.mark.parametrize(("codes", "to_blame"), [((1, -9), 1), ((-9, 1), 0), ((1, 3), 0), ((-11, -9), 0)])
+def test_of_ranks_that_ended_together_the_one_a_signal_ended_is_to_blame(codes: tuple[int, int], to_blame: int) -> None:
+    """Rank 0 may leave, because another was killed, before anybody has looked."""
+    failures = {rank: ProcessFailure(rank, 1000 + rank, code, "no file") for rank, code in enumerate(codes)}
+    for failure in failures.values():
+        failure.timestamp = 1
+    assert cause(failures) == (to_blame, failures[to_blame])
