@@ -29,7 +29,6 @@ class EventSocket:
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
         self.socket = socket
         self.handler_errors = 0
-        self._head: zmq.Frame | None = None
         self._on_message = on_message
         self._has_routing_ids = socket.type == zmq.ROUTER
         self._poll_items = [(socket, int(zmq.POLLIN))]
@@ -71,20 +70,11 @@ class EventSocket:
                 self._schedule_drain()
         return True
 
-    def sender_key(self) -> bytes:
-        """Within a handler: the Z85 public key that the sender of this message was admitted with; b"" without keys."""
-        if self._head is None:
-            return b""
-        try:
-            return str(self._head.get("User-Id")).encode()
-        except zmq.ZMQError:
-            return b""
-
     def _receive(self) -> list[bytes]:
         # Of a routing id it is known that more follows; a Frame, which says so of others, takes three times as long.
         receive = self._receive_frame
         frames = [receive(_NOBLOCK, True)] if self._has_routing_ids else []
-        frame = self._head = receive(_NOBLOCK, False)
+        frame = receive(_NOBLOCK, False)
         frames.append(frame.bytes)
         while frame.more:
             frame = receive(_NOBLOCK, False)

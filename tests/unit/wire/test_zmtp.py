@@ -104,7 +104,6 @@ async def test_who_does_not_read_is_full_and_costs_a_bounded_buffer(either: Port
     dealer.setsockopt(zmq.RCVHWM, 1)
     await dealer.send(b"hello")
     peer, _ = await either.next()
-    raw_dealer = dealer  # nothing is received from it until the end
     sent = 0
     for _ in range(10_000):
         if not either.send(peer, sent.to_bytes(4, "big") * 1000):
@@ -115,11 +114,11 @@ async def test_who_does_not_read_is_full_and_costs_a_bounded_buffer(either: Port
     else:
         pytest.fail("40 MB fitted into a buffer of 64 KiB")
     for number in range(sent):
-        assert (await asyncio.wait_for(raw_dealer.recv(), 20))[:4] == number.to_bytes(4, "big")
+        assert (await asyncio.wait_for(dealer.recv(), 20))[:4] == number.to_bytes(4, "big")
     async with asyncio.timeout(20):
         while not either.send(peer, b"again"):  # noqa: ASYNC110 - a buffer offers no event
             await asyncio.sleep(0.01)
-    assert await asyncio.wait_for(raw_dealer.recv(), 20) == b"again"
+    assert await asyncio.wait_for(dealer.recv(), 20) == b"again"
 
 
 # --- connections ------------------------------------------------------------------------------------------------------
@@ -136,7 +135,7 @@ async def test_each_connection_has_a_name_of_its_own_or_the_one_it_brings(port: 
 
 
 async def test_a_name_belongs_to_who_brought_it_last(either: Port) -> None:
-    first, second = either.dealer(routing_id=b"name"), None
+    first = either.dealer(routing_id=b"name")
     await first.send(b"first")
     peer, _ = await either.next()
     second = either.dealer(routing_id=b"name")
@@ -233,8 +232,7 @@ async def test_a_ping_is_answered_with_its_context(port: Port) -> None:
 async def test_pings_of_one_who_does_not_read_are_answered_within_bounds(port: Port) -> None:
     raw = await port.raw()
     raw.pause()
-    while not port.connections:  # noqa: ASYNC110 - the handshake offers no event
-        await asyncio.sleep(0.01)
+    await until(lambda: port.connections)
     [connection] = port.connections.values()
     ping = frames.frame(COMMAND, b"\x04PING\x00\x00" + bytes(200))
     for _ in range(300):
