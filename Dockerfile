@@ -74,7 +74,8 @@ RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
 rich.console, safetensors.torch, tokenizers, torch, uvicorn, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
-    /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl && \
-    python -m megatron_runtime.layers.native.compiled
+    /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
+# Compiled again only when its own sources have changed: the cache keeps it from one build to the next.
+RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_runtime.layers.native.compiled
 USER 65532:65532
 ENTRYPOINT ["megatron"]

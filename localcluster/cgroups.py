@@ -1,6 +1,8 @@
-"""The cgroup below which all pods of a node live, on both hierarchies of Linux.
+"""The cgroups of a node, on both hierarchies of Linux: one below which all pods live, one of its own processes.
 
-One folder of our own makes `down` exact: every process of every pod is found there, whatever became of its shim.
+One folder of our own makes `down` exact: every process of every pod is found there, whatever became of its shim. The
+second shares out the processors as on any node: left in the machine's root, each of a dozen threads of the control
+plane would weigh as much as all pods together.
 """
 
 from __future__ import annotations
@@ -10,13 +12,18 @@ import errno
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from localcluster.errors import ClusterError
 
 ROOT = Path("/sys/fs/cgroup")
 KUBELET_CONTROLLERS = ("cpu", "cpuset", "memory", "pids", "hugetlb", "io")
+
+
+def of_node(pods: str) -> str:
+    """The group of the processes that make the node whose pods are in `pods`."""
+    return f"{pods}-node"
 
 
 def is_v2() -> bool:
@@ -40,6 +47,22 @@ def create(cgroup: str) -> None:
         _delegate()
     for folder in folders(cgroup):
         folder.mkdir(exist_ok=True)
+
+
+def weigh(cgroup: str, processors: int) -> None:
+    """Under contention the group gets the share of so many processors; one that sets no weight has that of one."""
+    for folder in folders(cgroup):
+        for name, one in (("cpu.shares", 1024), ("cpu.weight", 100)):
+            if (folder / name).exists():
+                (folder / name).write_text(str(one * processors))
+
+
+def gather(cgroup: str, pids: Iterable[int]) -> None:
+    """Moves processes to the group, as far as processors are concerned."""
+    for folder in folders(cgroup):
+        if (folder / "cpu.shares").exists() or (folder / "cpu.weight").exists():
+            for pid in pids:
+                _move(str(pid), folder)
 
 
 def _delegate() -> None:

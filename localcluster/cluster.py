@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from localcluster import (
+    cgroups,
     components,
     controlplane,
     images,
@@ -134,6 +135,7 @@ class LocalCluster:
             controlplane.up(settings, self.layout, built, steps)
             if not self.control_plane_only:
                 node.up(settings, self.layout, built, steps)
+                cgroups.gather(cgroups.of_node(settings.cgroup), processes.owned_pids(self.layout.state))
 
     def build_images(self, targets: Sequence[str] = tuple(images.TARGETS)) -> None:
         """Builds the project's images where their inputs changed, and loads them if the node is up."""

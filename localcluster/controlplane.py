@@ -11,7 +11,7 @@ from localcluster.progress import Steps
 from localcluster.settings import Layout, Settings
 
 CLIENTS = ("controller-manager", "scheduler", "kubelet", "proxy", "coredns")
-START_SECONDS = 90.0
+START_SECONDS = 300.0
 
 
 def write(path: Path, text: str, *, mode: int = 0o600) -> None:

@@ -87,7 +87,7 @@ def _walk(target: Target, steps: Steps) -> None:
         walkthrough().run()
         return
     target.kube("apply", "-f", str(SAMPLE))
-    target.kube.wait(f"mi/{NAME}", "condition=Ready", seconds=600)
+    target.kube.wait(f"mi/{NAME}", "condition=Ready")
     with _forwarded(target, NAME) as url:
         walkthrough(url).run()
 

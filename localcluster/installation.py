@@ -50,7 +50,7 @@ def install_operator(kube: Kubectl, helm: Path | str, steps: Steps, *, values: S
             # The tag of a development image stays the same when its content changes.
             system("rollout", "restart", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}")
         try:
-            system("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}", "--timeout=120s")
+            system("rollout", "status", "deployment", "-l", f"app.kubernetes.io/instance={RELEASE}", "--timeout=300s")
         except CommandError as error:
             logs = system("logs", "-l", f"app.kubernetes.io/instance={RELEASE}", "--tail=40")
             raise CommandError(["helm", "upgrade"], 1, f"{error}\n{logs}") from error

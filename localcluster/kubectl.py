@@ -10,6 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+PATIENCE_SECONDS = 600.0
+"""For what is an event and no promise: a starved machine takes many times as long as another."""
+
 RESOURCE = "megatroninferences.inference.megatron.dev"
 
 
@@ -40,7 +43,7 @@ class Kubectl:
         kubeconfig = ["--kubeconfig", str(self.kubeconfig)] if self.kubeconfig else []
         return [self.executable, *kubeconfig, "--namespace", self.namespace, *arguments]
 
-    def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = 120) -> str:
+    def __call__(self, *arguments: str, stdin: str | None = None, timeout: float = PATIENCE_SECONDS) -> str:
         """Run and return standard output. Raises CommandError with everything it printed."""
         command = self.command(*arguments)
         done = subprocess.run(
@@ -60,11 +63,11 @@ class Kubectl:
     def patch_spec(self, name: str, **spec: Any) -> str:
         return self("patch", "mi", name, "--type", "merge", "-p", json.dumps({"spec": spec}))
 
-    def wait(self, what: str, condition: str, *, seconds: float) -> str:
+    def wait(self, what: str, condition: str, *, seconds: float = PATIENCE_SECONDS) -> str:
         """Wait for a condition by watching. `condition` is as in `kubectl wait --for`."""
         return self("wait", what, f"--for={condition}", f"--timeout={seconds:g}s", timeout=seconds + 15)
 
-    def wait_state(self, name: str, state: str, *, seconds: float = 60) -> dict[str, Any]:
+    def wait_state(self, name: str, state: str, *, seconds: float = PATIENCE_SECONDS) -> dict[str, Any]:
         """Wait until status.state is `state` and return the status."""
         self.wait(f"mi/{name}", f"jsonpath={{.status.state}}={state}", seconds=seconds)
         status: dict[str, Any] = self.json("mi", name)["status"]

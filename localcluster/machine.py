@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -106,11 +107,13 @@ def claim(settings: Settings, layout: Layout) -> None:
 
 
 def prepare(settings: Settings) -> None:
-    """Bridge, forwarding, firewall and cgroup."""
+    """Bridge, forwarding, firewall and cgroups."""
     network.create_bridge(settings)
     _sysctl("net/ipv4/ip_forward").write_text("1")
     network.admit(settings)
-    cgroups.create(settings.cgroup)
+    for cgroup in (settings.cgroup, cgroups.of_node(settings.cgroup)):
+        cgroups.create(cgroup)
+        cgroups.weigh(cgroup, len(os.sched_getaffinity(0)))
 
 
 def restore_sysctls(footprint: Footprint) -> None:

@@ -97,6 +97,7 @@ class Settings:
 
     @property
     def cgroup(self) -> str:
+        """Of all pods."""
         return f"/megatron-{self.name}"
 
     @property

@@ -92,6 +92,7 @@ def _restore(footprint: Footprint, layout: Layout) -> str:
     """Undoes, in the order in which things hold each other; returns a summary."""
     # A shim that survived until now may have started a process after the first sweep.
     cgroups.remove(footprint.cgroup)
+    cgroups.remove(cgroups.of_node(footprint.cgroup))
     unmounted = unmount_below(layout.state)
     bridge = network.remove_bridge(footprint.bridge)
     rules = network.remove_rules(bridge=footprint.bridge, keep=footprint.chains)

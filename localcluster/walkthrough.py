@@ -16,12 +16,14 @@ from pathlib import Path
 
 import httpx
 
-from localcluster.kubectl import Kubectl
+from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
 from localcluster.progress import Steps
 
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
 STORY = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
-STORY_TOKENS = 160
+MOST_STORY_TOKENS, LEAST_STORY_TOKENS = 160, 64
+STORY_SECONDS = 10.0
+"""About how long a story takes on a slow machine: it is paused, suspended, or loses its engine in the middle."""
 FROZEN_SECONDS = 2.0
 ENGINE_METRICS_PORT = 8080
 
@@ -46,14 +48,14 @@ class Stream:
     finished: threading.Event = field(default_factory=threading.Event)
     begun: threading.Event = field(default_factory=threading.Event)
 
-    def wait(self, seconds: float) -> str:
+    def wait(self, seconds: float = PATIENCE_SECONDS) -> str:
         check(self.finished.wait(seconds), f"the stream did not end within {seconds:g} s: {self.text!r}")
         if self.error is not None:
             raise CheckError(f"the stream broke: {self.error}") from self.error
         return self.text
 
 
-def reachable(url: str, *, seconds: float = 30) -> str:
+def reachable(url: str, *, seconds: float = PATIENCE_SECONDS) -> str:
     """Return `url` when somebody answers there: kube-proxy hears of a Service's pods some moments after they are ready.
 
     Until then the node refuses connections to the Service.
@@ -75,14 +77,14 @@ class Chat:
         self.url = url
         self.model = model
 
-    def ask(self, messages: list[dict[str, str]], *, max_tokens: int = 32, timeout: float = 120) -> str:
+    def ask(self, messages: list[dict[str, str]], *, max_tokens: int = 32, timeout: float = PATIENCE_SECONDS) -> str:
         answer = httpx.post(self._path, json=self._body(messages, max_tokens), timeout=timeout)
         check(answer.status_code == 200, f"HTTP {answer.status_code}: {answer.text}")
         return str(answer.json()["choices"][0]["message"]["content"])
 
     def status_of(self, messages: list[dict[str, str]]) -> int:
         """The HTTP status a request gets."""
-        return httpx.post(self._path, json=self._body(messages, 8), timeout=30).status_code
+        return httpx.post(self._path, json=self._body(messages, 8), timeout=PATIENCE_SECONDS).status_code
 
     def stream(self, messages: list[dict[str, str]], *, max_tokens: int) -> Stream:
         stream = Stream()
@@ -99,7 +101,7 @@ class Chat:
     def _read(self, stream: Stream, messages: list[dict[str, str]], max_tokens: int) -> None:
         body = {**self._body(messages, max_tokens), "stream": True}
         try:
-            with httpx.stream("POST", self._path, json=body, timeout=300) as answer:
+            with httpx.stream("POST", self._path, json=body, timeout=PATIENCE_SECONDS) as answer:
                 if answer.status_code != 200:
                     raise CheckError(f"HTTP {answer.status_code}: {answer.read().decode()}")
                 for line in answer.iter_lines():
@@ -124,6 +126,15 @@ class Chat:
                 stream.begun.set()
 
 
+def ask_for_paris(chat: Chat) -> tuple[str, int]:
+    """The answer, and how many tokens a story should have by its pace: as many as words in STORY_SECONDS."""
+    began = time.monotonic()
+    answer = chat.ask(QUESTION)
+    check("Paris" in answer, f"the capital of France is said to be {answer!r}")
+    pace = len(answer.split()) / (time.monotonic() - began)
+    return answer, min(MOST_STORY_TOKENS, max(LEAST_STORY_TOKENS, int(pace * STORY_SECONDS)))
+
+
 @dataclass(frozen=True)
 class Walkthrough:
     """One resource's way from apply to delete.
@@ -140,25 +151,24 @@ class Walkthrough:
     def run(self) -> None:
         with self._said(f"kubectl apply -f {self.sample}: Ready") as say:
             self.kube("apply", "-f", str(self.sample))
-            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=180)
+            self.kube.wait(f"mi/{self.name}", "condition=Ready")
             say(str(self.kube("get", "mi", self.name, "--no-headers")).strip())
         chat = Chat(reachable(self.reach(self.name)), self.kube.json("mi", self.name)["status"]["model"])
         with self._said("chat completion through the Service") as say:
-            answer = chat.ask(QUESTION)
-            check("Paris" in answer, f"the capital of France is said to be {answer!r}")
+            answer, tokens = ask_for_paris(chat)
             say(answer)
         with self._said("an undisturbed story, as the yardstick") as say:
-            story = chat.ask(STORY, max_tokens=STORY_TOKENS)
-            say(f"{len(story)} characters")
-        self._pause(chat, story)
-        self._suspend(chat, story)
+            story = chat.ask(STORY, max_tokens=tokens)
+            say(f"{tokens} tokens")
+        self._pause(chat, story, tokens)
+        self._suspend(chat, story, tokens)
         self._scale(chat)
         self._stop(chat)
 
-    def _pause(self, chat: Chat, story: str) -> None:
+    def _pause(self, chat: Chat, story: str, tokens: int) -> None:
         with self._said("patch desiredState: Paused, in the middle of a stream"):
-            stream = chat.stream(STORY, max_tokens=STORY_TOKENS)
-            check(stream.begun.wait(60), "the stream did not begin")
+            stream = chat.stream(STORY, max_tokens=tokens)
+            check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             self._patch("Paused")
         with self._said(f"the stream stands still for {FROZEN_SECONDS:g} s, a new request waits") as say:
             waiting = chat.stream(QUESTION, max_tokens=16)
@@ -169,13 +179,13 @@ class Walkthrough:
             say(f"{before} pieces so far")
         with self._said("patch desiredState: Running; both finish, the story as if nothing had happened"):
             self._patch("Running")
-            check(stream.wait(120) == story, f"the story changed: {stream.text!r} instead of {story!r}")
-            check("Paris" in waiting.wait(120), f"the waiting request got {waiting.text!r}")
+            check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
+            check("Paris" in waiting.wait(), f"the waiting request got {waiting.text!r}")
 
-    def _suspend(self, chat: Chat, story: str) -> None:
+    def _suspend(self, chat: Chat, story: str, tokens: int) -> None:
         with self._said("patch desiredState: Suspended, in the middle of a stream: memory is given back") as say:
-            stream = chat.stream(STORY, max_tokens=STORY_TOKENS)
-            check(stream.begun.wait(60), "the stream did not begin")
+            stream = chat.stream(STORY, max_tokens=tokens)
+            check(stream.begun.wait(PATIENCE_SECONDS), "the stream did not begin")
             before = self._resident_mib()
             self._patch("Suspended")
             after = self._resident_mib()
@@ -183,23 +193,23 @@ class Walkthrough:
             say(f"engine {before} -> {after} MiB")
         with self._said("patch desiredState: Running; the stream goes on to the same end"):
             self._patch("Running")
-            check(stream.wait(180) == story, f"the story changed: {stream.text!r} instead of {story!r}")
+            check(stream.wait() == story, f"the story changed: {stream.text!r} instead of {story!r}")
 
     def _scale(self, chat: Chat) -> None:
         with self._said("kubectl scale --replicas=2: a second engine shares the load") as say:
             self.kube("scale", "mi", self.name, "--replicas=2")
-            self.kube.wait(f"mi/{self.name}", "jsonpath={.status.readyReplicas}=2", seconds=120)
-            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=120)
-            streams = [chat.stream(STORY, max_tokens=40) for _ in range(4)]
+            self.kube.wait(f"mi/{self.name}", "jsonpath={.status.readyReplicas}=2")
+            self.kube.wait(f"mi/{self.name}", "condition=Ready")
+            streams = [chat.stream(STORY, max_tokens=24) for _ in range(4)]
             for stream in streams:
-                stream.wait(120)
+                stream.wait()
             tokens = [self._metric(engine, "megatron_generation_tokens_total") for engine in range(2)]
             check(min(tokens) > 0, f"tokens generated per engine: {tokens}")
             say(f"tokens per engine {[int(count) for count in tokens]}")
 
     def _stop(self, chat: Chat) -> None:
         with self._said("patch desiredState: Stopped; no engine pod is left, requests get 503") as say:
-            self._patch("Stopped", seconds=120)
+            self._patch("Stopped")
             selector = f"app.kubernetes.io/instance={self.name},app.kubernetes.io/component=engine"
             pods = self.kube.json("pods", "-l", selector)["items"]
             check(not pods, f"{len(pods)} engine pods are left")
@@ -207,15 +217,13 @@ class Walkthrough:
             check(status == 503, f"a request to a stopped model got HTTP {status}")
             say(f"HTTP {status}")
         with self._said("patch desiredState: Running; it answers again") as say:
-            self._patch("Running", seconds=180)
-            self.kube.wait(f"mi/{self.name}", "condition=Ready", seconds=120)
-            answer = chat.ask(QUESTION)
-            check("Paris" in answer, f"the capital of France is said to be {answer!r}")
-            say(answer)
+            self._patch("Running")
+            self.kube.wait(f"mi/{self.name}", "condition=Ready")
+            say(ask_for_paris(chat)[0])
 
-    def _patch(self, state: str, *, seconds: float = 60) -> None:
+    def _patch(self, state: str) -> None:
         self.kube.patch_spec(self.name, desiredState=state)
-        self.kube.wait_state(self.name, state, seconds=seconds)
+        self.kube.wait_state(self.name, state)
 
     def _resident_mib(self) -> int:
         return int(self._metric(0, "process_resident_memory_bytes")) >> 20

@@ -87,7 +87,9 @@ def _field(path: str) -> dict[str, Any]:
 
 
 def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
-    probe = {"port": HEALTH_PORT}
+    def probe(path: str, **timing: int) -> dict[str, Any]:
+        return {"httpGet": {"path": path, "port": HEALTH_PORT}, "timeoutSeconds": 3, **timing}
+
     return {
         "name": "operator",
         "image": image,
@@ -99,9 +101,10 @@ def _container(*, image: str, runtime_image: str) -> dict[str, Any]:
             {"name": "POD_NAMESPACE", "valueFrom": _field("metadata.namespace")},
         ],
         "ports": [{"name": "health", "containerPort": HEALTH_PORT}],
-        "livenessProbe": {"httpGet": {"path": "/healthz", **probe}, "periodSeconds": 10, "failureThreshold": 6},
-        "readinessProbe": {"httpGet": {"path": "/readyz", **probe}, "periodSeconds": 2},
-        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
+        "startupProbe": probe("/healthz", periodSeconds=2, failureThreshold=150),
+        "livenessProbe": probe("/healthz", periodSeconds=10, failureThreshold=6),
+        "readinessProbe": probe("/readyz", periodSeconds=2),
+        "resources": {"requests": {"cpu": "100m", "memory": "128Mi"}, "limits": {"memory": "256Mi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

@@ -29,7 +29,8 @@ logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
 """A coordinator silent for so long is looked for anew, on a fresh socket."""
-GOODBYE_LINGER_MS = 500
+GOODBYE_LINGER_MS = 2000
+"""So long a goodbye may take to leave this machine: at most, where the coordinator is gone."""
 
 
 class CoordinatorUnreachableError(TimeoutError):

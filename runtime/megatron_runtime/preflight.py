@@ -151,14 +151,16 @@ async def _resolves_itself(plan: PreflightPlan, until: float) -> None:
 
 async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | str:
     """Call until it answers; at the deadline, judge by the last call that came to something. Words: what is wrong."""
-    loop = asyncio.get_running_loop()
+    loop, name = asyncio.get_running_loop(), plan.names[number]
     seen: Outcome | None = None
-    what, called = "", loop.time()
+    what = ""
+    called: float | None = None
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout_at(until):
             while True:
-                called = loop.time()
                 try:
+                    await loop.getaddrinfo(name, plan.port, type=socket.SOCK_STREAM)
+                    called = loop.time()
                     await _exchange(plan, number)
                     return Outcome.ANSWERED
                 except socket.gaierror:
@@ -167,12 +169,14 @@ async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | st
                     seen = Outcome.REACHABLE
                 except OSError as error:
                     seen, what = None, str(error)
+                called = None
                 await asyncio.sleep(RETRY_SECONDS)
-    silent = loop.time() - called > plan.timeout_seconds * SILENT_SHARE
-    if seen is None or silent:
+    if called is not None and loop.time() - called > plan.timeout_seconds * SILENT_SHARE:
+        seen, what = None, "no answer"
+    if seen is None:
+        what = what or ("no answer" if called is not None else "the look-up of its name did not end")
         return (
-            f"{plan.names[plan.node]} cannot reach {plan.names[number]} on port {plan.port}: "
-            f"{'no answer' if silent or not what else what} within {plan.timeout_seconds:g} s"
+            f"{plan.names[plan.node]} cannot reach {name} on port {plan.port}: {what} within {plan.timeout_seconds:g} s"
         )
     return seen
 

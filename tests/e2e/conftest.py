@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -24,6 +25,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            item.add_marker(pytest.mark.timeout(3600))
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,29 @@ def platform() -> Iterator[Platform]:
         cluster.down()
 
 
-@pytest.fixture
-def kube(platform: Platform, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
-    """kubectl in a namespace of the test's own. When the test fails, what a person would look at is printed."""
+@contextmanager
+def own_namespace(platform: Platform) -> Iterator[Kubectl]:
+    """kubectl in a new namespace, which goes at the end; nobody waits for that."""
     namespace = f"test-{next(_numbers)}"
     platform.kube("create", "namespace", namespace)
-    kube = platform.kube.in_namespace(namespace)
+    yield platform.kube.in_namespace(namespace)
+    platform.kube("delete", "namespace", namespace, "--wait=false")
+
+
+@contextmanager
+def printed_when_failed(platform: Platform, kube: Kubectl, request: pytest.FixtureRequest) -> Iterator[None]:
+    """When the test fails, what a person would look at is printed."""
     failures_before = request.session.testsfailed
-    yield kube
+    yield
     if request.session.testsfailed > failures_before:
         _print_state(platform, kube)
-    platform.kube("delete", "namespace", namespace, "--timeout=60s")
+
+
+@pytest.fixture
+def kube(platform: Platform, request: pytest.FixtureRequest) -> Iterator[Kubectl]:
+    """kubectl in a namespace of the test's own."""
+    with own_namespace(platform) as kube, printed_when_failed(platform, kube, request):
+        yield kube
 
 
 def _print_state(platform: Platform, kube: Kubectl) -> None:
@@ -89,6 +103,6 @@ def deploy(kube: Kubectl, *, name: str = "demo", **spec: object) -> Deployed:
     manifest["metadata"]["name"] = name
     manifest["spec"].update(spec)
     kube.apply(manifest)
-    kube.wait(f"mi/{name}", "condition=Ready", seconds=300)
+    kube.wait(f"mi/{name}", "condition=Ready")
     model = kube.json("mi", name)["status"]["model"]
     return Deployed(kube, name, Chat(reachable(f"http://{kube.cluster_ip(name)}"), model))

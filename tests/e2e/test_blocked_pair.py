@@ -47,4 +47,4 @@ async def test_the_pair_that_cannot_talk_is_named_and_recovers(platform: Platfor
         degraded = next(entry for entry in status["conditions"] if entry["type"] == "Degraded")
         assert degraded["status"] == "True"
         assert RENDEZVOUS_PORT in degraded["message"]
-    kube.wait("mi/demo", "condition=Ready", seconds=300)
+    kube.wait("mi/demo", "condition=Ready")

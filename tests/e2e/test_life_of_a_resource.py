@@ -20,15 +20,15 @@ def test_every_verb_with_streams_under_way(kube: Kubectl) -> None:
         assert any(to == target for _, to in transitions), f"{target} is missing in the history {transitions}"
     reasons = {event["reason"] for event in kube.events("demo")}
     assert {"Paused", "Suspended", "Stopped"} <= reasons
+    ask_with_the_openai_sdk(f"http://{kube.cluster_ip('demo')}/v1")
     kube("delete", "mi", "demo", "--timeout=10s")
     selector = "app.kubernetes.io/instance=demo"
     kube("wait", "pod", "-l", selector, "--for=delete", "--timeout=60s")
     assert kube.json("statefulset,deployment,service", "-l", selector)["items"] == []
 
 
-def test_the_openai_sdk_asks_and_streams(kube: Kubectl) -> None:
-    deployed = deploy(kube)
-    client = OpenAI(base_url=f"{deployed.chat.url}/v1", api_key="none")
+def ask_with_the_openai_sdk(url: str) -> None:
+    client = OpenAI(base_url=url, api_key="none")
     (model,) = client.models.list().data
     asked = client.chat.completions.create(model=model.id, messages=QUESTION, temperature=0, max_tokens=32)
     assert "Paris" in (asked.choices[0].message.content or "")

@@ -1,21 +1,57 @@
-"""Whatever dies, every request is answered, and every verb acts once."""
+"""Whatever dies, every request is answered, and every verb acts once. All of it is done to one resource."""
 
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import pytest
 
 from localcluster import installation
-from localcluster.kubectl import Kubectl
-from localcluster.walkthrough import STORY, Chat, Stream
+from localcluster.kubectl import PATIENCE_SECONDS, Kubectl
+from localcluster.walkthrough import STORY, Stream, ask_for_paris
 
-from .conftest import Platform, deploy
-
-TOKENS = 120
+from .conftest import Deployed, Platform, deploy, own_namespace, printed_when_failed
 
 
-def streams(chat: Chat, count: int) -> list[Stream]:
+@dataclass(frozen=True)
+class Subject:
+    """The resource, and what it tells when nothing happens to it."""
+
+    deployed: Deployed
+    tokens: int
+    story: str
+
+
+@pytest.fixture(scope="module")
+def subject(platform: Platform) -> Iterator[Subject]:
+    with own_namespace(platform) as kube:
+        deployed = deploy(kube, replicas=2)
+        _, tokens = ask_for_paris(deployed.chat)
+        yield Subject(deployed, tokens, deployed.chat.ask(STORY, max_tokens=tokens))
+
+
+@pytest.fixture
+def of_engines(
+    platform: Platform, subject: Subject, request: pytest.FixtureRequest
+) -> Iterator[Callable[..., Subject]]:
+    """of_engines(N): the resource, Ready with so many engines."""
+    kube = subject.deployed.kube
+
+    def scaled(replicas: int) -> Subject:
+        kube("scale", "mi", "demo", f"--replicas={replicas}")
+        kube.wait("mi/demo", f"jsonpath={{.status.readyReplicas}}={replicas}")
+        kube.wait("mi/demo", "condition=Ready")
+        return subject
+
+    with printed_when_failed(platform, kube, request):
+        yield scaled
+
+
+def streams(subject: Subject, count: int) -> list[Stream]:
     """Streams that have begun."""
-    opened = [chat.stream(STORY, max_tokens=TOKENS) for _ in range(count)]
+    opened = [subject.deployed.chat.stream(STORY, max_tokens=subject.tokens) for _ in range(count)]
     for stream in opened:
-        assert stream.begun.wait(60)
+        assert stream.begun.wait(PATIENCE_SECONDS)
         assert stream.error is None, stream.error
     return opened
 
@@ -32,48 +68,45 @@ def kill(kube: Kubectl, *selector: str) -> None:
     kube("delete", "pod", *selector, "--grace-period=0", "--force")
 
 
-def test_the_operator_is_killed_in_the_middle_of_a_verb(platform: Platform, kube: Kubectl) -> None:
-    deployed = deploy(kube)
-    story = deployed.chat.ask(STORY, max_tokens=TOKENS)
-    (stream,) = streams(deployed.chat, 1)
+def test_an_engine_dies_under_load(of_engines: Callable[..., Subject]) -> None:
+    subject = of_engines(2)
+    opened = streams(subject, 6)
+    kill(subject.deployed.kube, "demo-engine-1-0")
+    assert [stream.wait() for stream in opened] == [subject.story] * 6
+
+
+def test_the_operator_is_killed_in_the_middle_of_a_verb(platform: Platform, of_engines: Callable[..., Subject]) -> None:
+    subject = of_engines(1)
+    kube = subject.deployed.kube
+    before = signals_done(kube, "demo-engine-0", "PAUSE")
+    (stream,) = streams(subject, 1)
     system = platform.kube.in_namespace(installation.OPERATOR_NAMESPACE)
     kube.patch_spec("demo", desiredState="Paused")
     kill(system, "-l", f"app.kubernetes.io/instance={installation.RELEASE}")
-    status = kube.wait_state("demo", "Paused", seconds=120)
+    status = kube.wait_state("demo", "Paused")
     assert status["lifecycle"]["phase"] == "Confirmed"
-    assert signals_done(kube, "demo-engine-0", "PAUSE") == 1
+    assert signals_done(kube, "demo-engine-0", "PAUSE") == before + 1
     kube.patch_spec("demo", desiredState="Running")
-    kube.wait_state("demo", "Running", seconds=60)
-    assert stream.wait(120) == story
+    kube.wait_state("demo", "Running")
+    assert stream.wait() == subject.story
 
 
-def test_an_engine_dies_under_load(kube: Kubectl) -> None:
-    deployed = deploy(kube, replicas=2)
-    story = deployed.chat.ask(STORY, max_tokens=TOKENS)
-    opened = streams(deployed.chat, 6)
-    kill(kube, "demo-engine-1-0")
-    assert [stream.wait(180) for stream in opened] == [story] * 6
-    kube.wait("mi/demo", "condition=Ready", seconds=120)
+def test_the_coordinator_dies_under_load(of_engines: Callable[..., Subject]) -> None:
+    subject = of_engines(1)
+    opened = streams(subject, 4)
+    kill(subject.deployed.kube, "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")
+    assert [stream.wait() for stream in opened] == [subject.story] * 4
 
 
-def test_the_coordinator_dies_under_load(kube: Kubectl) -> None:
-    deployed = deploy(kube)
-    story = deployed.chat.ask(STORY, max_tokens=TOKENS)
-    opened = streams(deployed.chat, 4)
-    kill(kube, "-l", "app.kubernetes.io/instance=demo,app.kubernetes.io/component=coordinator")
-    assert [stream.wait(180) for stream in opened] == [story] * 4
-    kube.wait("mi/demo", "condition=Ready", seconds=120)
-
-
-def test_an_engine_pod_is_evicted_while_paused(kube: Kubectl) -> None:
-    deployed = deploy(kube)
-    story = deployed.chat.ask(STORY, max_tokens=TOKENS)
-    (stream,) = streams(deployed.chat, 1)
+def test_an_engine_pod_is_evicted_while_paused(of_engines: Callable[..., Subject]) -> None:
+    subject = of_engines(1)
+    kube = subject.deployed.kube
+    (stream,) = streams(subject, 1)
     kube.patch_spec("demo", desiredState="Paused")
-    kube.wait_state("demo", "Paused", seconds=60)
+    kube.wait_state("demo", "Paused")
     kube("delete", "pod", "demo-engine-0-0")
-    kube.wait("pod/demo-engine-0-0", "condition=Ready", seconds=120)
+    kube.wait("pod/demo-engine-0-0", "condition=Ready")
     assert not stream.finished.is_set()
     kube.patch_spec("demo", desiredState="Running")
-    kube.wait_state("demo", "Running", seconds=60)
-    assert stream.wait(120) == story
+    kube.wait_state("demo", "Running")
+    assert stream.wait() == subject.story

@@ -87,9 +87,9 @@ async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_thaws(kub
 
         await eventually(another_leads, seconds=60, what="another leads")
         failover = time.monotonic() - frozen
-        kube.wait_state("demo", "Paused", seconds=60)
+        kube.wait_state("demo", "Paused")
         kube.patch_spec("demo", desiredState="Running")
-        kube.wait_state("demo", "Running", seconds=60)
+        kube.wait_state("demo", "Running")
         await asyncio.sleep(max(0.0, frozen + FROZEN_SECONDS - time.monotonic()))
         before = await ask(kube, system)
     finally:
@@ -103,7 +103,7 @@ async def test_a_frozen_leader_is_replaced_and_changes_nothing_when_it_thaws(kub
     ended = system.json("pod", first["metadata"]["name"])["status"]["containerStatuses"][0]["lastState"]["terminated"]
     assert ended["exitCode"] == 1
     kube.patch_spec("demo", desiredState="Paused")
-    kube.wait_state("demo", "Paused", seconds=60)
+    kube.wait_state("demo", "Paused")
 
     reply = await ask(kube, system)
     wanted = [Header.PAUSE, Header.UNPAUSE, Header.PAUSE]

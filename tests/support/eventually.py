@@ -6,10 +6,16 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 LOOK_SECONDS = 0.1
+LONG_SECONDS = 480
+"""What must come has come by then, on any machine. Where it comes at once nobody waits for so long."""
 
 
 async def eventually(
-    condition: Callable[[], Awaitable[bool]], *, seconds: float, what: str, look_seconds: float = LOOK_SECONDS
+    condition: Callable[[], Awaitable[bool]],
+    *,
+    seconds: float = LONG_SECONDS,
+    what: str,
+    look_seconds: float = LOOK_SECONDS,
 ) -> None:
     """Until `condition` holds. Raises AssertionError saying what did not come."""
     try:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 import urllib.request
@@ -14,7 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from eventually import LONG_SECONDS
 from prometheus_client.parser import text_string_to_metric_families
+from warm_python import WarmProcess
 
 from megatron_runtime.control_link import ControlLink
 from megatron_runtime.inference_client import InferenceClient
@@ -38,16 +42,24 @@ def free_ports(count: int) -> list[int]:
 class Process:
     """One `megatron` process and the port of its probes."""
 
-    process: asyncio.subprocess.Process
+    process: subprocess.Popen[bytes] | WarmProcess
     health_port: int
 
     @property
     def pid(self) -> int:
         return self.process.pid
 
+    @property
+    def running(self) -> bool:
+        return self.process.poll() is None
+
     async def kill(self) -> None:
         self.process.kill()
-        await self.process.wait()
+        await self.ended()
+
+    async def ended(self) -> int:
+        """Its exit status, when it has one."""
+        return await asyncio.to_thread(self.process.wait)
 
     def freeze(self) -> None:
         self.process.send_signal(signal.SIGSTOP)
@@ -59,7 +71,7 @@ class Process:
         """Every sample, by name; samples with labels as `name{value,…}`."""
 
         def get() -> str:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/metrics", timeout=30) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/metrics", timeout=LONG_SECONDS) as answer:
                 return answer.read().decode()
 
         samples = {}
@@ -81,27 +93,35 @@ class Fleet:
         self.client_port, self.engine_port, self.admin_port, self._health_port = free_ports(4)
         self.engines: dict[str, Process] = {}
         self._processes: list[Process] = []
+        self._programs: list[asyncio.subprocess.Process] = []
         self._closers = contextlib.ExitStack()
 
     async def coordinator(self, *arguments: str) -> Process:
+        """Started for itself: the time that its start takes is a part of what its loss costs."""
         ports = {"client": self.client_port, "engine": self.engine_port, "admin": self.admin_port}
         options = [item for role, port in ports.items() for item in (f"--{role}-port", str(port))]
-        return await self._start("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
+        command = self._command("coordinator", self._health_port, "--listen", "127.0.0.1", *options, *arguments)
+        return self._start(command, self._health_port, warm=False)
 
-    async def engine(self, name: str, *arguments: str) -> Process:
-        """An echo engine, unless `arguments` name another executor."""
+    async def engine(self, name: str, *arguments: str, warm: bool = True) -> Process:
+        """An echo engine, unless `arguments` name another executor.
+
+        warm: forked from a process that has imported torch.
+        """
         (health_port,) = free_ports(1)
         executor = () if "--executor" in arguments else ("--executor", "echo")
         options = ("--coordinator", f"127.0.0.1:{self.engine_port}", "--name", name, *executor)
-        self.engines[name] = await self._start("engine", health_port, *options, *arguments)
+        command = self._command("engine", health_port, *options, *arguments)
+        self.engines[name] = self._start(command, health_port, warm=warm)
         return self.engines[name]
 
-    async def _start(self, command: str, health_port: int, *arguments: str) -> Process:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", COORDINATOR_MODULE, command, *arguments),
-            *("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error"),
-        )
-        self._processes.append(Process(process, health_port))
+    def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
+        common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
+        return ["-m", COORDINATOR_MODULE, command, *arguments, *common]
+
+    def _start(self, command: list[str], health_port: int, *, warm: bool) -> Process:
+        cold = None if warm else subprocess.Popen([sys.executable, *command])
+        self._processes.append(Process(cold or WarmProcess(*command, environment=os.environ), health_port))
         return self._processes[-1]
 
     async def run_python(self, script: Path, *arguments: str) -> asyncio.subprocess.Process:
@@ -109,7 +129,7 @@ class Fleet:
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, str(script), *arguments), stdout=asyncio.subprocess.PIPE
         )
-        self._processes.append(Process(process, 0))
+        self._programs.append(process)
         return process
 
     def keys(self, role: Role) -> PeerKeys:
@@ -130,14 +150,16 @@ class Fleet:
     async def close(self) -> None:
         self._closers.close()
         for process in self._processes:
-            if process.process.returncode is None:
-                process.thaw()
-                process.process.kill()
-            await process.process.wait()
+            process.thaw()
+            await process.kill()
+        for program in self._programs:
+            if program.returncode is None:
+                program.kill()
+            await program.wait()
 
 
 async def until_status(
-    link: ControlLink, condition: Callable[[StatusReply], bool], *, seconds: float, what: str
+    link: ControlLink, condition: Callable[[StatusReply], bool], *, seconds: float = LONG_SECONDS, what: str
 ) -> StatusReply:
     """Until what the coordinator says of itself fits."""
     status: StatusReply | None = None
@@ -153,7 +175,7 @@ async def until_status(
         raise AssertionError(f"not within {seconds:g} s: {what}; status: {status}") from None
 
 
-async def until_serving(link: ControlLink, names: Iterable[str], *, seconds: float = 60) -> None:
+async def until_serving(link: ControlLink, names: Iterable[str], *, seconds: float = LONG_SECONDS) -> None:
     wanted = set(names)
     await until_status(
         link,
@@ -224,14 +246,14 @@ class Load:
             if self.tokens >= wanted:
                 event.set()
 
-    async def until(self, tokens: int, *, seconds: float = 120) -> None:
+    async def until(self, tokens: int, *, seconds: float = LONG_SECONDS) -> None:
         """Until so many tokens have come over all streams."""
         event = asyncio.Event()
         self._progress.append((tokens, event))
         self._count(0)
         await asyncio.wait_for(event.wait(), seconds)
 
-    async def finish(self, *, seconds: float) -> None:
+    async def finish(self, *, seconds: float = LONG_SECONDS) -> None:
         """Until every stream has ended."""
         done, pending = await asyncio.wait(self._tasks, timeout=seconds)
         for task in pending:

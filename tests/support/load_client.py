@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+from eventually import LONG_SECONDS
 
 QUESTIONS = (
     "Tell me a story about a lighthouse keeper.",
@@ -73,7 +74,7 @@ class LoadClient:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(30)
+            thread.join(LONG_SECONDS)
 
     @contextmanager
     def during(self, what: str) -> Iterator[Disturbance]:
@@ -85,7 +86,7 @@ class LoadClient:
         ended = time.monotonic()
         # Requests that are open now belong to it, too: each worker must have begun another one.
         with self._grew:
-            self._grew.wait_for(lambda: self._begun_since(ended) >= len(self._threads), timeout=240)
+            self._grew.wait_for(lambda: self._begun_since(ended) >= len(self._threads), timeout=LONG_SECONDS)
             disturbance.answers = [
                 answer for answer in self._answers if answer.began + answer.seconds >= began and answer.began <= ended
             ]
@@ -131,14 +132,14 @@ class LoadClient:
         return {"model": self._model, "messages": [message], "max_tokens": self._tokens, "temperature": 0}
 
     def _whole(self, question: str) -> str:
-        answer = httpx.post(self._url, json=self._body(question), timeout=180)
+        answer = httpx.post(self._url, json=self._body(question), timeout=LONG_SECONDS)
         if answer.status_code != 200:
             raise RuntimeError(f"HTTP {answer.status_code}: {answer.text}")
         return str(answer.json()["choices"][0]["message"]["content"])
 
     def _pieces(self, question: str) -> Iterator[str]:
         body, done = {**self._body(question), "stream": True}, False
-        with httpx.stream("POST", self._url, json=body, timeout=180) as answer:
+        with httpx.stream("POST", self._url, json=body, timeout=LONG_SECONDS) as answer:
             if answer.status_code != 200:
                 raise RuntimeError(f"HTTP {answer.status_code}: {answer.read().decode()}")
             for line in answer.iter_lines():

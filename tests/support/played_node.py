@@ -15,11 +15,12 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from warm_python import PLATFORM, WarmProcess
 
 from megatron_operator.cluster.api import ApiError, KubeApi
 from megatron_operator.cluster.kinds import POD, SECRET
@@ -53,7 +54,7 @@ class Container:
     component: str
     engine: str
     instance: str
-    process: subprocess.Popen[bytes] | None
+    process: WarmProcess | None
     health_port: int
     ready: bool | None = None
 
@@ -131,11 +132,9 @@ class PlayedNode:
         engine = _label(pod, LABEL_ENGINE)
         return Container(name, pod["metadata"]["uid"], component, engine, instance, process, health_port)
 
-    def _spawn(self, name: str, arguments: list[str]) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "megatron_runtime.cli", *arguments]
-        environment = {**os.environ, "MEGATRON_PARENT_PID": str(os.getpid())}
-        with (self._folder / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(command, stdout=log, stderr=log, env=environment)
+    def _spawn(self, name: str, arguments: list[str]) -> WarmProcess:
+        log = self._folder / f"{name}.log"
+        return WarmProcess("-m", "megatron_runtime.cli", *arguments, environment=os.environ, log=log, modules=PLATFORM)
 
     def _localize(self, arguments: list[str], health_port: int, keys: Path) -> list[str]:
         ports = self.ports

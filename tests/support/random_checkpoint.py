@@ -8,8 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_runtime.loading.checkpoint import TensorKind
+from megatron_runtime.loading.checkpoint import TensorKind, open_checkpoint
+from megatron_runtime.loading.convert import write_text_files
+from megatron_runtime.loading.in_memory import TensorsInMemory
 from megatron_runtime.loading.safetensors_writer import write_safetensors
+from megatron_runtime.loading.source import resolve
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.tensors import tensor_shapes
@@ -59,6 +62,11 @@ def random_tensors(
     }
 
 
+def random_model(config: ModelConfig, *, seed: int = 0) -> TensorsInMemory:
+    """What a program may hand over as its model."""
+    return TensorsInMemory(config, random_tensors(config, seed=seed))
+
+
 def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.Tensor]) -> Path:
     """Write config.json and model.safetensors; return `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -66,3 +74,13 @@ def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.T
     write_safetensors(kinds, directory, read=tensors.__getitem__, written=lambda count: None)
     (directory / "config.json").write_text(json.dumps(config_to_hf(config)))
     return directory
+
+
+def write_speaking_model(directory: Path) -> Path:
+    """A model of four heads that speaks the built-in one's tokens, with its tokenizer beside it."""
+    sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "head_dim": 16}
+    config = replace(LLAMA, **sizes, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
+    model = write_model(directory, config, random_tensors(config, seed=1))
+    builtin = resolve("builtin:smollm2-135m")
+    write_text_files(open_checkpoint(builtin).config, builtin, model)
+    return model

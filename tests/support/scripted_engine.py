@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.engines.echo_executor import echo_token
 from megatron_runtime.wire.event_socket import EventSocket
@@ -102,7 +103,7 @@ class ScriptedEngine:
         self._beat()
         return self
 
-    async def until(self, condition, *, seconds: float = 20.0) -> None:
+    async def until(self, condition, *, seconds: float = LONG_SECONDS) -> None:
         async with asyncio.timeout(seconds):
             while not condition():
                 self.changed.clear()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import zmq
 import zmq.asyncio
+from eventually import LONG_SECONDS
 
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import Gatekeeper, PeerKeys, ServerKeys, generate_key_files
@@ -79,7 +80,7 @@ class Port:
         return raw
 
     async def next(self) -> tuple[PeerId, list[bytes]]:
-        return await asyncio.wait_for(self.received.get(), 20)
+        return await asyncio.wait_for(self.received.get(), LONG_SECONDS)
 
     def send(self, peer: PeerId, *message: bytes) -> bool:
         return self.connections[peer].send(list(message))
@@ -103,10 +104,10 @@ class Raw:
         self._writer.transport.pause_reading()
 
     async def greeting(self) -> bytes:
-        return await asyncio.wait_for(self._reader.readexactly(frames.GREETING_BYTES), 20)
+        return await asyncio.wait_for(self._reader.readexactly(frames.GREETING_BYTES), LONG_SECONDS)
 
     async def frame(self) -> tuple[int, bytes]:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONG_SECONDS):
             flags, size = await self._reader.readexactly(2)
             if flags & frames.LONG:
                 size = int.from_bytes(bytes((size,)) + await self._reader.readexactly(7), "big")
@@ -114,7 +115,7 @@ class Raw:
 
     async def end(self) -> None:
         """Returns when the other side has ended it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONG_SECONDS):
             with contextlib.suppress(ConnectionError):
                 while await self._reader.read(1 << 16):
                     pass
@@ -132,6 +133,6 @@ def key_files(path: Path) -> Path:
 
 
 async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONG_SECONDS):
         while not condition():  # noqa: ASYNC110 - what is waited for offers no event
             await asyncio.sleep(0.01)

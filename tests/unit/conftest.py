@@ -8,9 +8,18 @@ meet at barriers on one processor are many times slower than one.
 from __future__ import annotations
 
 import os
+import re
 import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A property that holds does so on a machine that stands still for a second, too.
+settings.register_profile("unit", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("unit")
 
 if "triton" not in sys.modules:
     os.environ["TRITON_INTERPRET"] = "1"
@@ -18,7 +27,28 @@ if "torch" not in sys.modules:
     os.environ["OMP_NUM_THREADS"] = "1"
 
 
+@cache
+def _needs_transformers(file: Path) -> bool:
+    """Whether a test file, or what it has from its folder, imports transformers."""
+    found = [path for path in (file, file.with_name("conftest.py")) if path.exists()]
+    return any(re.search(r"^ *from transformers import", path.read_text(), re.MULTILINE) for path in found)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Files with long tests come first: what is begun last must not keep one process busy while others are done."""
     long = {item.path for item in items if item.get_closest_marker("long") is not None}
-    items.sort(key=lambda item: item.path not in long)
+    items.sort(key=lambda item: (not _needs_transformers(item.path), item.path not in long))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """A file belongs to one process, and all that need transformers to the same one: the imports behind one model of
+    it take longer than most files."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadFiles(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "transformers" if _needs_transformers(config.rootpath / file) else file
+
+    return LoadFiles(config, log) if config.getoption("dist") == "loadfile" else None

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Mapping
 from enum import StrEnum
+from functools import lru_cache
 from typing import Annotated, Any, Self
 
 from pydantic import ConfigDict, Field, WithJsonSchema, model_validator
@@ -371,5 +372,13 @@ def parse_spec(spec: Mapping[str, Any]) -> MegatronInferenceSpec:
     Raises:
         pydantic.ValidationError: with the path of every field that is wrong.
     """
-    # As JSON, strictly: what the API server's schema refuses, such as "yes" for a boolean, is refused here too.
-    return MegatronInferenceSpec.model_validate_json(json.dumps(spec), strict=True)
+    return _parse_spec(json.dumps(spec))
+
+
+@lru_cache(maxsize=1024)
+def _parse_spec(text: str) -> MegatronInferenceSpec:
+    """Every pass over a resource asks, and its spec is mostly the one before.
+
+    As JSON, strictly: what the API server's schema refuses, such as "yes" for a boolean, is refused here too.
+    """
+    return MegatronInferenceSpec.model_validate_json(text, strict=True)

@@ -12,7 +12,7 @@ from megatron_operator.plan.world import ChildRef, Manifest, Refusal, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import shared_children
 from megatron_operator.render.context import SERVER, InvalidPodTemplate, RenderContext, manifest_hash
-from megatron_operator.render.engine import engine_statefulset, revision_of
+from megatron_operator.render.engine import engine_statefulset
 
 APPS = "apps/v1"
 REFUSAL_RETRY_SECONDS = 15
@@ -93,17 +93,12 @@ class Rendered:
 
     def _render_engine(self, index: int, count: int) -> Manifest | None:
         try:
-            manifest = engine_statefulset(self.ctx, index, pods=count, revision=self._revision)
+            manifest = engine_statefulset(self.ctx, index, pods=count)
         except InvalidPodTemplate:
             manifest = None
         if count == 0 and (manifest is None or self.refused(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
-
-    @cached_property
-    def _revision(self) -> str:
-        """Of the engines as the spec renders them; the same for all. Raises InvalidPodTemplate."""
-        return revision_of(self.ctx)
 
     @cached_property
     def _bare_ctx(self) -> RenderContext:

@@ -3,7 +3,7 @@ reaches a pod only through a change of the pod's template."""
 
 from __future__ import annotations
 
-from megatron_operator.render.context import Manifest, RenderContext, child, digest, seal
+from megatron_operator.render.context import Manifest, RenderContext, child, digest, once, seal
 
 
 def config_data(ctx: RenderContext) -> dict[str, str]:
@@ -19,6 +19,7 @@ def config_data(ctx: RenderContext) -> dict[str, str]:
     }
 
 
+@once
 def config_name(ctx: RenderContext) -> str:
     return f"{ctx.name}-config-{digest(config_data(ctx))}"
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any, TypeVar
 
 from megatron_operator.model.resource import API_VERSION, GROUP, KIND, MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 
 Manifest = dict[str, Any]
+T = TypeVar("T")
 
 FIELD_MANAGER = "megatron-operator"
 APP_NAME = "megatron-inference"
@@ -49,6 +52,8 @@ class RenderContext:
     settings: Settings
     server_key: int = 1
     """Generation of the coordinator's own key; it is read at its start, so another one starts it anew."""
+    known: dict[Callable[..., Any], Any] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """What `once` has worked out of it."""
 
     @property
     def coordinator_name(self) -> str:
@@ -82,6 +87,19 @@ class RenderContext:
 
     def coordinator_address(self, port: int) -> str:
         return f"tcp://{self.coordinator_name}.{self.namespace}.svc:{port}"
+
+
+def once(work: Callable[[RenderContext], T]) -> Callable[[RenderContext], T]:
+    """`work`, whose result for a context is kept with the context: many children are made of the same parts."""
+
+    @wraps(work)
+    def worked_out(ctx: RenderContext) -> T:
+        if work not in ctx.known:
+            ctx.known[work] = work(ctx)
+        found: T = ctx.known[work]
+        return found
+
+    return worked_out
 
 
 def selector(ctx: RenderContext, component: str) -> dict[str, str]:

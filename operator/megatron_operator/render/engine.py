@@ -23,6 +23,7 @@ from megatron_operator.render.context import (
     RenderContext,
     child,
     digest,
+    once,
     seal,
     selector,
 )
@@ -176,20 +177,17 @@ def _preflight(ctx: RenderContext, index: int) -> dict[str, Any]:
     }
 
 
+@once
 def revision_of(ctx: RenderContext) -> str:
     """All engines of one spec share one revision, so it is taken from the template of the first. Weights are refreshed
     in place: a pod made later starts with the new ones, and none is made anew for them."""
     return digest(_template(without_weights(ctx), 0))
 
 
-def engine_statefulset(ctx: RenderContext, index: int, *, pods: int, revision: str | None = None) -> Manifest:
-    """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`).
-
-    Args:
-        revision: `revision_of(ctx)`, where it is known already.
-    """
+def engine_statefulset(ctx: RenderContext, index: int, *, pods: int) -> Manifest:
+    """Engine `index`, scaled to `pods` (0, or all of `spec.pods_per_engine`)."""
     template = _template(ctx, index)
-    revision = revision if revision is not None else revision_of(ctx)
+    revision = revision_of(ctx)
     template["metadata"]["labels"][LABEL_REVISION] = revision
     if weights_revision(ctx):
         template["metadata"]["labels"][LABEL_WEIGHTS] = weights_revision(ctx)

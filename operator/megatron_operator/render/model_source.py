@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron_operator.render.context import RenderContext, digest
+from megatron_operator.render.context import RenderContext, digest, once
 from megatron_operator.render.pod import MODEL_DIR
 
 
@@ -49,6 +49,7 @@ def model_env(ctx: RenderContext) -> list[dict[str, Any]]:
     return [{"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": {"name": ref.name, "key": ref.key}}}]
 
 
+@once
 def without_weights(ctx: RenderContext) -> RenderContext:
     """The context as it is for every revision of the weights: those are refreshed in place."""
     return replace(ctx, spec=ctx.spec.model_copy(update={"weights": None}))
@@ -59,6 +60,7 @@ def weights_revision(ctx: RenderContext) -> str:
     return ctx.spec.weights.revision if ctx.spec.weights else ""
 
 
+@once
 def model_hash(ctx: RenderContext) -> str:
     """Changes exactly when tokens of the old model may not be continued by the new one. Other weights of one model
     may: their epoch tells which tokens are whose."""

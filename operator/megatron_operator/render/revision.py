@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.render.context import InvalidPodTemplate, Manifest, RenderContext, child, seal
-from megatron_operator.render.engine import engine_revision, engine_statefulset
+from megatron_operator.render.engine import revision_of
 
 KIND = "ControllerRevision"
 API_VERSION = "apps/v1"
@@ -39,13 +39,12 @@ def revision_child(ctx: RenderContext) -> Manifest:
     Raises:
         InvalidPodTemplate: when the spec renders to none.
     """
-    revision = engine_revision(engine_statefulset(ctx, 0, pods=0))
     data = {
         "spec": ctx.spec.model_dump(mode="json", by_alias=True, include=_SPEC_FIELDS),
         "settings": {name: getattr(ctx.settings, name) for name in _SETTINGS},
     }
     # Revisions are told apart by content, not by order, so the mandatory number says nothing.
-    return seal(child(ctx, KIND, revision_name(ctx, revision), api_version=API_VERSION, data=data, revision=1))
+    return seal(child(ctx, KIND, revision_name(ctx, revision_of(ctx)), api_version=API_VERSION, data=data, revision=1))
 
 
 def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) -> RenderContext | None:
@@ -55,6 +54,6 @@ def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) ->
         stored = parse_spec(data["spec"])
         settings = replace(ctx.settings, **{name: data["settings"][name] for name in _SETTINGS})
         found = replace(ctx, spec=stored, settings=settings)
-        return found if engine_revision(engine_statefulset(found, 0, pods=0)) == revision else None
+        return found if revision_of(found) == revision else None
     except (KeyError, TypeError, ValidationError, InvalidPodTemplate):
         return None

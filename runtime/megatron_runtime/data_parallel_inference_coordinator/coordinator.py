@@ -115,7 +115,7 @@ class Coordinator:
         self.replies = Replies(
             self.dispatcher, self.clients, self.counters, detokenizer=getattr(tokenizer, "detokenize", None)
         )
-        self.recovery = Recovery(self.verbs, settings.timing, clock=clock, on_end=self._recovered)
+        self.recovery = Recovery(self.verbs, settings.timing, clock=clock, on_known=self._recovered)
         self.registration = Registration(
             incarnation=self.incarnation,
             engines=self.engines,
@@ -357,6 +357,7 @@ class Coordinator:
             self._idle.set()
 
     def _recovered(self) -> None:
+        self.weights_changed()
         for engine in self.engines:
             self.welcome(engine)
         self.dispatcher.pump()

@@ -29,13 +29,14 @@ _DISTANCE = {CoordinatorState.RUNNING: 0, CoordinatorState.PAUSED: 1, Coordinato
 
 
 class Recovery:
-    """on_end: called once, when the state is known."""
+    """on_known: called when state, epoch and weights are known, and again when an engine that comes late knows newer
+    weights."""
 
-    def __init__(self, verbs: Verbs, timing: Timing, *, clock: Clock, on_end: Callable[[], None]) -> None:
+    def __init__(self, verbs: Verbs, timing: Timing, *, clock: Clock, on_known: Callable[[], None]) -> None:
         self._verbs = verbs
         self._timing = timing
         self._clock = clock
-        self._on_end = on_end
+        self._on_known = on_known
         self._adopted: CoordinatorState | None = None
         self._unregistered: set[PeerId] = set()
         self._settled = False
@@ -79,11 +80,19 @@ class Recovery:
             if self._adopted is None or _DISTANCE[state] > _DISTANCE[self._adopted]:
                 self._adopted = state
             self._take_epoch(hello)
-        elif not self._verbs.settled and self._adopted is None:
-            # Nobody was heard of in time, nothing has happened since: the first engine that outlived knows better.
+        elif not self._verbs.settled:
+            self._adopt_late(state, hello)
+
+    def _adopt_late(self, state: CoordinatorState, hello: Hello) -> None:
+        """Nothing has happened since recovery ended. Where nobody was heard of in time, the first engine that outlived
+        knows better. Of weights the newest are right, whoever was first: an update that was confirmed stays."""
+        if self._adopted is None:
             self._adopted = state
-            self._take_epoch(hello)
             self._verbs.state = state
+        before = self._verbs.epoch
+        self._take_epoch(hello)
+        if self._verbs.epoch > before:
+            self._on_known()
 
     def _take_epoch(self, hello: Hello) -> None:
         """The highest epoch, and the weights that belong to it."""
@@ -105,4 +114,4 @@ class Recovery:
         self.stop()
         self._verbs.state = self._adopted or CoordinatorState.RUNNING
         logger.info("recovered: state %s, epoch %d", self._verbs.state.value, self._verbs.epoch)
-        self._on_end()
+        self._on_known()

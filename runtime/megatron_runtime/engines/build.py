@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 ECHO_PAGE_SIZE = 16
 ECHO_TOKEN_BYTES = 4
+ECHO_MOST_MEMORY = 16 << 20
+"""Four million tokens. A cache of the usual size for a model is hundreds of millions, which take seconds to make."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,10 +131,11 @@ def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEng
 def _echo(settings: EngineSettings, faults: Faults) -> Executor:
     from megatron_runtime.engines.echo_executor import EchoExecutor
 
+    memory = min(settings.kv_cache_memory, ECHO_MOST_MEMORY)
     return EchoExecutor(
         max_sequence_length=settings.max_sequence_length or 4096,
         page_size=ECHO_PAGE_SIZE,
-        num_pages=1 + max(1, settings.kv_cache_memory // (ECHO_PAGE_SIZE * ECHO_TOKEN_BYTES)),
+        num_pages=1 + max(1, memory // (ECHO_PAGE_SIZE * ECHO_TOKEN_BYTES)),
         step_seconds=settings.echo_step_seconds,
         faults=faults,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import gc
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -208,8 +207,9 @@ class Processor:
         require_memory(needed, what=what)
 
     def return_freed_memory(self) -> None:
-        """To the operating system. Only glibc has to be asked."""
-        gc.collect()
+        """To the operating system. Only glibc has to be asked: no cycle holds weights or cache, so they are freed with
+        the last reference. A garbage collection would stop the heartbeats of an engine in a program with a large heap.
+        """
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
         if trim is not None:
             trim(0)

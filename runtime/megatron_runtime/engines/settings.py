@@ -24,7 +24,7 @@ class EngineSettings:
     max_requests:      requests generated at once.
     max_tokens:        most tokens of one step.
     chunked_prefill:   spread prompts longer than max_tokens over several steps.
-    kv_cache_memory:   bytes of the KV cache.
+    kv_cache_memory:   bytes of the KV cache; an echo engine takes 16 MiB at most.
     batch_invariant:   answers in float32 do not depend on what runs beside them; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
     prefix_eviction:   "lru" keeps blocks that nobody holds until their memory is needed; "ref_zero" forgets them.

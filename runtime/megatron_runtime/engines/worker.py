@@ -341,8 +341,7 @@ class EngineWorker:
 
 async def _serve(settings: EngineSettings) -> BaseException | None:
     loaded = build_engine(settings)
-    # What imports made stays as long as the process: a collection, which every suspend and swap of weights waits for,
-    # takes 90 ms to go through it, and 0.1 ms without.
+    # What imports made stays as long as the process: a collection takes 90 ms to go through it, and 0.1 ms without.
     gc.freeze()
     worker = EngineWorker(settings, loaded)
     loop = asyncio.get_running_loop()

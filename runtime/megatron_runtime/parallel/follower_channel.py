@@ -13,8 +13,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
-from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS, InterpreterWatch
-from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, Kind, Order
+from megatron_runtime.parallel.interpreter_watch import BEAT_SECONDS, HANG_SECONDS, InterpreterWatch, Patience
+from megatron_runtime.parallel.plan_channel import DISCONNECTED, Kind, Order, hung
 from megatron_runtime.parallel.plan_codec import pack, unpack
 from megatron_runtime.parallel.step_watch import StepWatch
 
@@ -102,17 +102,20 @@ class FollowerChannel:
         poller.register(self._pull, zmq.POLLIN)
         poller.register(self._monitor, zmq.POLLIN)
         heard = beat_at = time.monotonic()
+        patience = Patience()
         has_said_leave = False
         while not self._ended:
             for socket, _ in poller.poll(max(0, int((beat_at - time.monotonic()) * 1000))):
                 if socket is self._pull:
-                    self._receive()
                     heard = time.monotonic()
+                    patience.heard(heard, was_long=self._rank_0_is_long or not self._welcomed.is_set())
+                    self._receive()
                 else:
                     recv_monitor_message(socket)
                     self._lose(0, DISCONNECTED)
             now = time.monotonic()
             if now >= beat_at:
+                patience.late(now, now - beat_at)
                 if now - beat_at > BEAT_SECONDS:
                     heard = now  # this process itself stood still
                 beat_at = now + BEAT_SECONDS
@@ -120,8 +123,8 @@ class FollowerChannel:
                 if self._is_leaving and not has_said_leave:
                     has_said_leave = True
                     self._send(Kind.LEAVE, 0, None)
-                if now - heard > HANG_SECONDS and not self._rank_0_is_long:
-                    self._lose(0, HUNG)
+                if now - heard > HANG_SECONDS + patience.extra_seconds and not self._rank_0_is_long:
+                    self._lose(0, hung(now - heard))
 
     def _beat(self) -> None:
         self._beat_interpreter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -14,8 +15,8 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from megatron_runtime.parallel.errors import RankError, RankLostError, RendezvousError
-from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS, InterpreterWatch
-from megatron_runtime.parallel.plan_channel import BEAT_SECONDS, DISCONNECTED, HUNG, STEPS, Kind
+from megatron_runtime.parallel.interpreter_watch import BEAT_SECONDS, HANG_SECONDS, InterpreterWatch, Patience
+from megatron_runtime.parallel.plan_channel import DISCONNECTED, STEPS, Kind, hung
 from megatron_runtime.parallel.plan_codec import pack, unpack
 from megatron_runtime.parallel.standstill import STANDSTILL_SECONDS, Standstill, behind
 from megatron_runtime.parallel.step_progress import Report
@@ -24,17 +25,25 @@ from megatron_runtime.parallel.step_watch import WARM_UP_SECONDS, StepWatch
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 2.0
+CURRENT_SECONDS = 2 * BEAT_SECONDS
+"""What a rank said of itself holds for so long."""
 BLAME_SECONDS = 1.0
 """When an exchange fails, how long to wait for the news whose end made it fail."""
 
 
 @dataclass(slots=True)
 class _Rank:
-    """What rank 0 knows of another rank."""
+    """What rank 0 knows of another rank.
+
+    silent_since: from then on its silence counts.
+    heard:        its last sign of life, which says where it is.
+    """
 
     push: zmq.Socket[bytes]
     monitor: zmq.Socket[bytes]
-    heard: float
+    silent_since: float
+    heard: float = -math.inf
+    patience: Patience = field(default_factory=Patience)
     report: Report = field(default_factory=Report)
     has_said_hello: bool = False
 
@@ -71,7 +80,7 @@ class LeaderChannel:
         self._pull = pull
         now = time.monotonic()
         self._ranks = {
-            rank: _Rank(push, push.get_monitor_socket(zmq.EVENT_DISCONNECTED), heard=now)
+            rank: _Rank(push, push.get_monitor_socket(zmq.EVENT_DISCONNECTED), silent_since=now)
             for rank, push in pushes.items()
         }
         self._watch = watch
@@ -104,7 +113,7 @@ class LeaderChannel:
                     f"it and rank 0 have found each other, but no message came through within {timeout_seconds:g} s",
                 )
             for one in self._ranks.values():
-                one.heard = time.monotonic()
+                one.silent_since = time.monotonic()
             self._welcomed = True
         self._beat_interpreter()
         self._send(self._ranks, Kind.WELCOME, 0, None)
@@ -231,8 +240,7 @@ class LeaderChannel:
                     self._disconnected(monitors[socket])
             now = time.monotonic()
             if now >= beat_at:
-                if now - beat_at > BEAT_SECONDS:
-                    self._forget_silence(now)  # this process itself stood still
+                self._was_late(now, now - beat_at)
                 beat_at = now + BEAT_SECONDS
                 self._beat()
                 self._look_for_hung_ranks()
@@ -246,7 +254,7 @@ class LeaderChannel:
                 return
             kind, rank, number = unpack(head)
             with self._changed:
-                self._ranks[rank].heard = time.monotonic()
+                self._hear(rank, time.monotonic())
                 self._take(Kind(kind), rank, number, unpack(body))
                 self._changed.notify_all()
 
@@ -277,20 +285,32 @@ class LeaderChannel:
                 self._lose(rank, DISCONNECTED)
             self._changed.notify_all()
 
-    def _forget_silence(self, now: float) -> None:
+    def _hear(self, rank: int, now: float) -> None:
+        one = self._ranks[rank]
+        one.heard = one.silent_since = now
+        one.patience.heard(now, was_long=not self._welcomed or rank in self._doing_long())
+
+    def _doing_long(self) -> set[int]:
+        """Ranks that may show no sign of life."""
+        return {rank for pending in self._pending.values() if pending.is_long for rank in pending.missing}
+
+    def _was_late(self, now: float, seconds: float) -> None:
+        """This process itself looks so late."""
         with self._changed:
             for one in self._ranks.values():
-                one.heard = now
+                one.patience.late(now, seconds)
+                if seconds > BEAT_SECONDS:
+                    one.silent_since = now
 
     def _look_for_hung_ranks(self) -> None:
         now = time.monotonic()
         with self._changed:
-            busy = {rank for pending in self._pending.values() if pending.is_long for rank in pending.missing}
+            busy = self._doing_long()
             for rank, one in self._ranks.items():
                 if rank in busy:
-                    one.heard = now
-                elif self._welcomed and now - one.heard > HANG_SECONDS:
-                    self._lose(rank, HUNG)
+                    one.silent_since = now
+                elif self._welcomed and now - one.silent_since > HANG_SECONDS + one.patience.extra_seconds:
+                    self._lose(rank, hung(now - one.silent_since))
                     self._changed.notify_all()
             if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
                 self._lose(self._suspect[0], self._suspect[1])
@@ -302,7 +322,11 @@ class LeaderChannel:
             if cause is not None:
                 self._lose(0, cause)
             patience = WARM_UP_SECONDS if self._watch.is_setting_up else STANDSTILL_SECONDS
-            stands = self._standstill.look(self._last_step, self._reports(), now=time.monotonic(), patience=patience)
+            now = time.monotonic()
+            is_current = all(now - one.heard < CURRENT_SECONDS for one in self._ranks.values())
+            stands = self._standstill.look(
+                self._last_step, self._reports(), now=now, patience=patience, is_current=is_current
+            )
             if stands is not None:
                 self._lose(*stands)
             if self.failure is not None:

@@ -14,13 +14,15 @@ from typing import Any
 
 import zmq
 
-from megatron_runtime.parallel.interpreter_watch import HANG_SECONDS
+from megatron_runtime.parallel.interpreter_watch import BEAT_SECONDS
 
-BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 3.0
 """A connection over which nothing came for so long is closed, and its rank is lost."""
-HUNG = f"its interpreter has not answered for {HANG_SECONDS:g} s"
 DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE_SECONDS:g} s, or cut off"
+
+
+def hung(seconds: float) -> str:
+    return f"its interpreter has not answered for {seconds:.1f} s"
 
 
 class Kind(IntEnum):

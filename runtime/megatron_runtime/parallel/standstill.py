@@ -35,18 +35,27 @@ class Standstill:
         self._seconds = self._looked = 0.0
 
     def look(
-        self, order: int, reports: Mapping[int, Report], *, now: float, patience: float = STANDSTILL_SECONDS
+        self,
+        order: int,
+        reports: Mapping[int, Report],
+        *,
+        now: float,
+        patience: float = STANDSTILL_SECONDS,
+        is_current: bool = True,
     ) -> tuple[int, str] | None:
         """The rank whose fault it seems to be that no rank gets on in `order`, the last step that was ordered, for
         `patience` seconds, and what is seen. `now` in seconds.
+
+        is_current: every rank has just said where it is. Whether one that is silent gets on nobody knows: such a look
+                    does not count, and what silence means is judged elsewhere.
         """
-        passed, self._looked = min(now - self._looked, MOST_SECONDS), now
+        passed, self._looked = min(now - self._looked, MOST_SECONDS) if is_current else 0.0, now
         late = {rank: report for rank, report in reports.items() if report.done < order}
         if not late or dict(reports) != self._seen or any(one.phase is Phase.COMPUTING for one in late.values()):
             self._seen, self._seconds = dict(reports), 0.0
             return None
         self._seconds += passed
-        if self._seconds < patience:
+        if self._seconds < patience or not is_current:
             return None
         places = "; ".join(f"rank {rank} is in {report.place}" for rank, report in sorted(late.items()))
         return behind(order, late), f"no rank has got on for {self._seconds:.1f} s, all wait for each other: {places}"

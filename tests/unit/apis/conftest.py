@@ -1,15 +1,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_checkpoint import LLAMA, random_model, random_tensors, write_model
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.loading.in_memory import TensorsInMemory
+from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
@@ -20,25 +23,32 @@ def tokenizer() -> Tokenizer:
 
 
 @pytest.fixture(scope="package")
-def tiny_model(tokenizer: Tokenizer) -> LlamaForCausalLM:
-    """A Llama of random weights: what it says is nonsense, but always the same."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
+def tiny_config(tokenizer: Tokenizer) -> ModelConfig:
+    """Of a Llama of random weights: what it says is nonsense, but always the same."""
+    return replace(
+        LLAMA,
         vocab_size=tokenizer.vocab_size,
-        hidden_size=32,
         intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_layers=2,
+        num_heads=4,
         max_position_embeddings=512,
-        eos_token_id=None,
-        initializer_range=0.3,
+        eos_token_ids=(),
     )
-    return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="package")
+def tiny_model(tiny_config: ModelConfig) -> TensorsInMemory:
+    return random_model(tiny_config)
+
+
+@pytest.fixture(scope="package")
+def tiny_directory(tiny_config: ModelConfig, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same model as a directory."""
+    return write_model(tmp_path_factory.mktemp("tiny"), tiny_config, random_tensors(tiny_config))
 
 
 @pytest.fixture
-def options(tiny_model: LlamaForCausalLM, tokenizer: Tokenizer) -> dict[str, Any]:
+def options(tiny_model: TensorsInMemory, tokenizer: Tokenizer) -> dict[str, Any]:
     config = InferenceConfig(max_sequence_length=256, buffer_size_gb=0.02)
     return {"model": tiny_model, "tokenizer": tokenizer, "inference_config": config, "dtype": "float32", "threads": 1}
 

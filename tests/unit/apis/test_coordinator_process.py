@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
 from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorStartError, spawn_coordinator
@@ -57,7 +58,7 @@ def test_it_dies_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     try:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-        coordinator.wait(timeout=60)
+        coordinator.wait(timeout=LONG_SECONDS)
     finally:
         for other in others:
             if other.is_running():

@@ -11,6 +11,7 @@ import types
 from collections.abc import Iterator
 
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.apis._llm_base import _EventLoopManager
 
@@ -110,7 +111,7 @@ def test_who_is_interrupted_in_run_sync_cancels_what_it_waits_for(manager, inter
     with pytest.raises(KeyboardInterrupt):
         manager.run_sync(waiting.wait())
     thread.join()
-    assert waiting.cancelled.wait(20)
+    assert waiting.cancelled.wait(LONG_SECONDS)
 
 
 def test_run_sync_on_its_own_loop_is_an_error_and_no_deadlock(manager) -> None:
@@ -155,7 +156,7 @@ def test_stop_cancels_what_still_runs_and_wakes_who_waits(manager) -> None:
     future = manager.submit(asyncio.Event().wait())
     manager.stop()
     with pytest.raises(concurrent.futures.CancelledError):
-        future.result(timeout=20)
+        future.result(timeout=LONG_SECONDS)
 
 
 def test_the_thread_takes_over_the_callers_device_before_start_returns(monkeypatch) -> None:

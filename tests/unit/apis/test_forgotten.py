@@ -1,5 +1,6 @@
 """A program that forgets to shut down, or is killed, leaves nothing behind and does not hang."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -8,15 +9,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from eventually import LONG_SECONDS
+from warm_python import WarmProgram
 
 PROGRAM = """
-    import sys
-    from transformers import LlamaForCausalLM
+    import signal, sys
     from megatron_runtime.apis import MegatronLLM, ServeConfig
     from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.loading.checkpoint import open_checkpoint
+    from megatron_runtime.loading.source import resolve
     from megatron_runtime.sampling_params import SamplingParams
 
-    model = LlamaForCausalLM.from_pretrained(sys.argv[1]).eval()
+    model = open_checkpoint(resolve(sys.argv[1]))
     config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
     llm = MegatronLLM(
         model=model, tokenizer="builtin:smollm2-135m", inference_config=config, use_coordinator=True, threads=1
@@ -24,32 +28,33 @@ PROGRAM = """
     llm.serve(ServeConfig(host="127.0.0.1", port=0, frontend_replicas=2), blocking=False)
     assert llm.generate([1, 2], SamplingParams(num_tokens_to_generate=2)).generated_length == 2
     print("ready", flush=True)
-    if sys.argv[2] == "wait":
-        sys.stdin.read()
+    if "wait" in sys.argv:
+        signal.pause()
 """
 
 
-@pytest.mark.parametrize("end", ["return", "kill"])
-def test_nothing_is_left(tmp_path: Path, tiny_model, end: str) -> None:
-    tiny_model.save_pretrained(tmp_path / "model")
+@pytest.fixture
+def program(tmp_path: Path, tiny_directory: Path) -> tuple[Path, str]:
+    """The script and its model."""
     script = tmp_path / "program.py"
     script.write_text(textwrap.dedent(PROGRAM))
-    program = subprocess.Popen(
-        [sys.executable, str(script), str(tmp_path / "model"), "wait" if end == "kill" else end],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    return script, str(tiny_directory)
+
+
+def test_a_program_that_forgets_ends(program: tuple[Path, str]) -> None:
+    done = subprocess.run([sys.executable, *program], stdout=subprocess.PIPE, text=True, timeout=LONG_SECONDS)
+    assert (done.stdout, done.returncode) == ("ready\n", 0)
+
+
+def test_a_program_that_is_killed_leaves_nothing(program: tuple[Path, str]) -> None:
+    killed = WarmProgram(*program, "wait")
     try:
-        assert program.stdout is not None
-        assert program.stdout.readline() == "ready\n"
-        children = psutil.Process(program.pid).children(recursive=True) if end == "kill" else []
-        if end == "kill":
-            assert len(children) == 2, "a coordinator and a replica"
-            program.send_signal(signal.SIGKILL)
-        program.communicate(timeout=60)
+        assert killed.stdout.readline() == "ready\n"
+        children = psutil.Process(killed.pid).children(recursive=True)
+        assert len(children) == 2, "a coordinator and a replica"
+        os.kill(killed.pid, signal.SIGKILL)
+        assert killed.exit_code() == -signal.SIGKILL
     finally:
-        program.kill()
-    assert program.returncode == (-signal.SIGKILL if end == "kill" else 0)
-    _, alive = psutil.wait_procs(children, timeout=60)
+        killed.close()
+    _, alive = psutil.wait_procs(children, timeout=LONG_SECONDS)
     assert alive == []

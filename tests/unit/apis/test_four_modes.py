@@ -4,14 +4,11 @@ import asyncio
 from typing import Any
 
 import pytest
-import torch
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.inference_request import DynamicInferenceRequest
-from megatron_runtime.loading.export import export_hf
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.tokenization import load_tokenizer
 
 BUILTIN = "builtin:smollm2-135m"
 PROMPTS = ["The capital of France is", "Water boils at", "1, 2, 3, 4,"]
@@ -52,18 +49,3 @@ def test_all_modes_give_the_same_tokens_and_log_probs() -> None:
             assert [request.generated_text for request in theirs] == [request.generated_text for request in mine]
             for one, other in zip(mine, theirs, strict=True):
                 assert other.generated_log_probs == pytest.approx(one.generated_log_probs, abs=1e-4)
-
-
-def test_a_model_of_transformers_in_memory_is_the_same_model(tmp_path) -> None:
-    from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
-
-    export_hf(BUILTIN, tmp_path)
-    model = LlamaForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    backend = load_tokenizer(BUILTIN)._backend
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>", bos_token="<|im_start|>")
-    with MegatronLLM(model=model, tokenizer=tokenizer, **OPTIONS) as llm:
-        request = llm.generate(PROMPTS[0], PARAMS[0])
-    with torch.inference_mode():
-        ids = torch.tensor([list(request.prompt_tokens)])
-        reference = model.generate(ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
-    assert request.generated_tokens == reference

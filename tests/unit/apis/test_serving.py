@@ -11,6 +11,7 @@ import urllib.request
 
 import psutil
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.apis import ServeConfig
 
@@ -20,7 +21,7 @@ BODY = {"model": "tiny", "prompt": "The capital of France is", "max_tokens": 4, 
 def ask(url: str, body: dict | None = None) -> dict:
     data = json.dumps(body).encode() if body is not None else None
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
-    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as answer:
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=LONG_SECONDS) as answer:
         return json.load(answer)
 
 
@@ -52,7 +53,7 @@ def test_a_socket_of_the_callers_and_a_call_that_blocks_until_shutdown(make) -> 
     assert ask(f"{url}/v1/completions", BODY)["choices"][0]["finish_reason"] == "length"
     assert thread.is_alive()
     llm.shutdown()
-    thread.join(timeout=60)
+    thread.join(timeout=LONG_SECONDS)
     assert not thread.is_alive()
 
 

@@ -1,24 +1,24 @@
 """Two ranks under torch.distributed: the second learns where the coordinator is, and both work on rank 0's prompts."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
+
+from warm_python import WarmProgram
 
 RANK = """
     import json, os, sys, time
     import torch
-    from transformers import LlamaForCausalLM
     from megatron_runtime.apis import MegatronLLM, ServeConfig
     from megatron_runtime.config import InferenceConfig
+    from megatron_runtime.loading.checkpoint import open_checkpoint
+    from megatron_runtime.loading.source import resolve
     from megatron_runtime.sampling_params import SamplingParams
 
     if __name__ == "__main__":
         torch.distributed.init_process_group("gloo")
-        model = LlamaForCausalLM.from_pretrained(sys.argv[1]).eval()
+        model = open_checkpoint(resolve(sys.argv[1]))
         config = InferenceConfig(max_sequence_length=64, buffer_size_gb=0.01)
         llm = MegatronLLM(
             model=model, tokenizer="builtin:smollm2-135m", inference_config=config, use_coordinator=True,
@@ -58,29 +58,19 @@ RANK = """
 """
 
 
-def test_two_ranks_are_one_pool(tmp_path: Path, tiny_model) -> None:
-    tiny_model.save_pretrained(tmp_path / "model")
+def test_two_ranks_are_one_pool(tmp_path: Path, tiny_directory: Path) -> None:
     script = tmp_path / "rank.py"
     script.write_text(textwrap.dedent(RANK))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "model")],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **common, "RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    ranks = [WarmProgram(script, str(tiny_directory), environment={**common, "RANK": str(rank)}) for rank in range(2)]
     try:
-        outputs = [rank.communicate(timeout=240)[0] for rank in ranks]
+        outputs = [rank.finish() for rank in ranks]
     finally:
         for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0]
+            rank.close()
     first, second = (json.loads(output.splitlines()[-1]) for output in outputs)
     assert (first["primary"], second["primary"]) == (True, False)
     assert first["engines"] == ["engine-0", "engine-1"]

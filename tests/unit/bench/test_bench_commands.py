@@ -13,6 +13,7 @@ import zmq
 from click.testing import CliRunner
 from eventually import eventually
 from fleet import free_ports
+from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.bench.forwarder import Forwarder
@@ -43,6 +44,12 @@ COORDINATOR_FIGURES = {
 }
 
 
+UNDISTURBED_FIGURES = {
+    f"undisturbed_{name}_p{percent}_ms" for name in ("direct", "floor_added", "added") for percent in (50, 99)
+} | {"undisturbed_percent"}
+"""Where real-time priority is permitted, and the machine left anything undisturbed."""
+
+
 def bench(*arguments: str) -> str:
     result = CliRunner().invoke(main, ["bench", *arguments])
     assert result.exit_code == 0, result.output
@@ -70,7 +77,7 @@ def test_coordinator(tmp_path: Path) -> None:
     output = bench("coordinator", *sizes, "--json", str(path))
     assert "coordinator's CPU per request" in output
     figures = figures_of(path, "coordinator")
-    assert set(figures) == COORDINATOR_FIGURES
+    assert set(figures) - UNDISTURBED_FIGURES == COORDINATOR_FIGURES
     assert json.loads(path.read_text())["options"]["requests"] == 100
     assert figures["idle_rss_mib"] > 1
     assert figures["requests_per_second"] > 0
@@ -79,7 +86,7 @@ def test_coordinator(tmp_path: Path) -> None:
 def test_more_clients_than_requests_end_too(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     bench("coordinator", "--clients", "9", "--requests", "4", "--prompt-tokens", "8", "--json", str(path))
-    assert set(figures_of(path, "coordinator")) == COORDINATOR_FIGURES
+    assert set(figures_of(path, "coordinator")) - UNDISTURBED_FIGURES == COORDINATOR_FIGURES
 
 
 @pytest.mark.timeout(60)
@@ -101,13 +108,7 @@ def test_percentile(percent: float, value: float) -> None:
 
 
 def test_engine(tmp_path: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, num_key_value_heads=2, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     path = tmp_path / "figures.json"
     options = ("--dtype", "float32", "--batch", "1,3", "--prompt-tokens", "8", "--new-tokens", "5", "--threads", "1")
     bench("engine", "--model", str(tmp_path / "model"), *options, "--kv-cache-memory", "4Mi", "--json", str(path))
@@ -140,7 +141,7 @@ async def test_serve(tmp_path: Path) -> None:
                 except httpx.TransportError:
                     return False
 
-        await eventually(ready, seconds=120, what="the server answers")
+        await eventually(ready, what="the server answers")
         path = tmp_path / "figures.json"
         sizes = ("--concurrency", "1,3", "--requests", "4", "--new-tokens", "6")
         await asyncio.to_thread(bench, "serve", "--url", url, *sizes, "--json", str(path))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from random_checkpoint import LLAMA, random_tensors, write_model
 
 ROOT = Path(__file__).parents[3]
 sys.path.append(str(ROOT / "bench"))
@@ -30,13 +31,7 @@ def test_the_slopes_are_those_of_the_steps() -> None:
 
 
 def test_a_small_model_is_measured_and_shown(tmp_path: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(1)
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=256, max_position_embeddings=128, num_key_value_heads=2, **sizes)
-    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     path = tmp_path / "scaling.json"
     options = ("--dtype", "float32", "--threads", "1", "--steps", "1", "--batches", "1,3", "--contexts", "16,40")
     arguments = ["--model", str(tmp_path / "model"), *options, "--most-tokens", "100", "--json", str(path)]

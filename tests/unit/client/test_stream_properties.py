@@ -69,7 +69,7 @@ def answer(text: str, stops: list[str]) -> str:
 
 
 @given(TEXTS.filter(bool), STOPS, st.integers(1, 5), st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_partials_are_a_prefix_of_the_answer_wherever_engines_died(text, stops, interval, data) -> None:
     async def play() -> None:
         params = SamplingParams(stop_words=stops, streaming_interval=interval, num_tokens_to_generate=200)
@@ -104,7 +104,7 @@ def test_partials_are_a_prefix_of_the_answer_wherever_engines_died(text, stops, 
     st.lists(st.sampled_from(["take", "lose", "repeat", "bare"]), min_size=8, max_size=8),
     st.data(),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_tokens_and_log_probs_arrive_once_though_messages_are_lost_and_repeated(parts, fates, data) -> None:
     """After a loss the coordinator sends anew from where the client is; after a failover the last engine knows only
     the log-probabilities of its own tokens.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
+from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.control_link import ControlLink
@@ -46,7 +47,7 @@ class Stage:
     async def client(self, **options: Any) -> InferenceClient:
         client = InferenceClient(self.address(Role.CLIENT), **{"deserialize": False, **options})
         self.closers.append(client.stop)
-        await client.start(connect_timeout_seconds=10)
+        await client.start(connect_timeout_seconds=LONG_SECONDS)
         return client
 
     async def admin(self, **options: Any) -> ControlLink:
@@ -55,7 +56,7 @@ class Stage:
         await link.start()
         return link
 
-    async def until(self, condition: Callable[[], Any], *, seconds: float = 20.0) -> None:
+    async def until(self, condition: Callable[[], Any], *, seconds: float = LONG_SECONDS) -> None:
         """Wait for something inside the coordinator that has no event of its own."""
         async with asyncio.timeout(seconds):
             while not condition():  # noqa: ASYNC110

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.control_link import ControlLink
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
@@ -201,7 +202,7 @@ async def test_a_client_takes_its_new_key_from_the_files_when_the_old_one_is_rev
     assert await client.add_request([1], params(1))
     secret.renew("client", keep_old=False)
     await stage.until(lambda: len(stage.coordinators[-1].clients) == 0)
-    assert (await asyncio.wait_for(client.add_request([2], params(1)), 30))["generated_tokens"]
+    assert (await asyncio.wait_for(client.add_request([2], params(1)), LONG_SECONDS))["generated_tokens"]
 
 
 async def test_of_two_keys_of_the_server_a_peer_finds_the_right_one(stage, secret) -> None:
@@ -211,7 +212,7 @@ async def test_of_two_keys_of_the_server_a_peer_finds_the_right_one(stage, secre
     stage.coordinator(keys_dir=secret.path, timing=ROTATING)
     link = ControlLink(stage.address(Role.ADMIN), keys=PeerKeys.load(secret.path, Role.ADMIN))
     stage.closers.append(link.close)
-    await link.start(connect_timeout_seconds=20)
+    await link.start(connect_timeout_seconds=LONG_SECONDS)
     assert (await link.status()).state == "RUNNING"
 
 

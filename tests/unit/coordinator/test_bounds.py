@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.data_parallel_inference_coordinator import transport as transport_module
@@ -265,7 +266,7 @@ async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, 
         assert (await client.add_request([number], params(2)))["generated_tokens"] == echo_answer([number], 2)
     tokens: list[int] = []
     messages = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG_SECONDS):
         while len(tokens) < sent:
             while not lazy.poll(0):  # noqa: ASYNC110 - a bare socket has no event
                 await asyncio.sleep(0.002)

@@ -4,6 +4,7 @@ import threading
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
@@ -60,7 +61,7 @@ class Pool:
     def close(self) -> None:
         client = self.client()
         client.send(pack([int(Header.SHUTDOWN)]))
-        self.thread.join(10)
+        self.thread.join(LONG_SECONDS)
         self.coordinator.stop()
         self.context.destroy(linger=0)
 

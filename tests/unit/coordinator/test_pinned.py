@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
 from megatron_operator.plan.world import AskCanary, CanaryReport
@@ -31,7 +32,7 @@ async def link(stage: Any) -> AsyncIterator[CoordinatorLink]:
 async def report(link: CoordinatorLink, engine: str) -> CanaryReport:
     """Ask, as often as a task would, until there is a verdict."""
     asked = AskCanary(engine, "r1", "builtin:x")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(LONG_SECONDS):
         while engine not in link.snapshot.canaries:
             link.ask_canary(asked)
             await asyncio.sleep(0.02)

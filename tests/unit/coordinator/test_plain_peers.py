@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.data_parallel_inference_coordinator.verbs import MOST_LATER
 from megatron_runtime.engines.echo_executor import echo_answer
@@ -31,7 +32,7 @@ class PlainPeer:
         self.socket.send([pack(list(items)) if items else b""])
 
     async def hear(self) -> list:
-        return await asyncio.wait_for(self.heard.get(), 10)
+        return await asyncio.wait_for(self.heard.get(), LONG_SECONDS)
 
     def close(self) -> None:
         self.socket.close()
@@ -209,7 +210,7 @@ async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, 
 
 async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, client) -> None:
     client.say(Header.SHUTDOWN)
-    await asyncio.wait_for(stage.coordinators[-1].ended.wait(), 10)
+    await asyncio.wait_for(stage.coordinators[-1].ended.wait(), LONG_SECONDS)
 
 
 async def test_a_plain_engine_whose_connection_broke_goes_on_with_its_identity(stage, plain) -> None:

@@ -10,6 +10,7 @@ import urllib.request
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
 from megatron_runtime.control_link import ControlLink
@@ -55,7 +56,7 @@ class Processes:
     async def admin(self) -> ControlLink:
         link = ControlLink(self.ports[2])
         self.closers.callback(link.close)
-        await link.start(connect_timeout_seconds=30)
+        await link.start(connect_timeout_seconds=LONG_SECONDS)
         return link
 
     async def close(self) -> None:
@@ -82,7 +83,7 @@ async def processes():
 
 
 async def until_serving(link: ControlLink, names: set[str]) -> None:
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(LONG_SECONDS):
         while {engine.name for engine in (await link.status()).engines if engine.serving} != names:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -123,8 +124,8 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
     coordinator.send_signal(signal.SIGKILL)
     await coordinator.wait()
     await processes.coordinator()
-    async with asyncio.timeout(30):
-        while (status := await link.status(timeout_seconds=30)).state == "RECOVERING":  # noqa: ASYNC110
+    async with asyncio.timeout(LONG_SECONDS):
+        while (status := await link.status(timeout_seconds=LONG_SECONDS)).state == "RECOVERING":  # noqa: ASYNC110
             await asyncio.sleep(0.1)
     assert (status.state, status.epoch, status.fence) == ("SUSPENDED", 8, 3)
     await link.control(Header.RESUME, operation_id="r", fence=3, expected_engines=1)
@@ -141,10 +142,10 @@ async def test_told_to_end_the_coordinator_finishes_what_is_open_and_an_engine_h
     await processes.engine("staying")
     await until_serving(link, {"leaving", "staying"})
     leaving.send_signal(signal.SIGTERM)
-    assert await asyncio.wait_for(leaving.wait(), 20) == 0
+    assert await asyncio.wait_for(leaving.wait(), LONG_SECONDS) == 0
     coordinator.send_signal(signal.SIGTERM)
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 300)
-    assert await asyncio.wait_for(coordinator.wait(), 10) == 0
+    assert await asyncio.wait_for(coordinator.wait(), LONG_SECONDS) == 0
 
 
 async def test_probes_and_metrics(processes) -> None:
@@ -152,7 +153,7 @@ async def test_probes_and_metrics(processes) -> None:
     await processes.admin()
 
     def get(path: str) -> str:
-        with urllib.request.urlopen(f"http://127.0.0.1:{processes.ports[3]}{path}", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://127.0.0.1:{processes.ports[3]}{path}", timeout=LONG_SECONDS) as answer:
             return answer.read().decode()
 
     assert "true" in await asyncio.to_thread(get, "/readyz")
@@ -170,11 +171,11 @@ def test_the_library_class_sends_its_address_waits_for_engines_and_ends(params) 
     )
     process.start()
     try:
-        assert ours.poll(30)
+        assert ours.poll(LONG_SECONDS)
         address = ours.recv()
         assert not ready.is_set()
         asyncio.run(serve_one(address, ready, params))
-        process.join(10)
+        process.join(LONG_SECONDS)
         assert process.exitcode == 0
     finally:
         process.kill()
@@ -183,7 +184,7 @@ def test_the_library_class_sends_its_address_waits_for_engines_and_ends(params) 
 
 async def serve_one(address: str, ready, params) -> None:
     engine = await ScriptedEngine(address).start()
-    assert await asyncio.to_thread(ready.wait, 10)
+    assert await asyncio.to_thread(ready.wait, LONG_SECONDS)
     client = InferenceClient(address, deserialize=False)
     await client.start()
     assert (await client.add_request(PROMPT, params(3)))["generated_tokens"] == echo_answer(PROMPT, 3)
@@ -191,7 +192,7 @@ async def serve_one(address: str, ready, params) -> None:
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.connect(address)
         dealer.send(pack([int(Header.CONNECT)]))
-        assert await asyncio.to_thread(dealer.poll, 10_000)
+        assert await asyncio.to_thread(dealer.poll, LONG_SECONDS * 1000)
         assert unpack(dealer.recv()) == [Header.CONNECT_ACK]
         dealer.send(pack([int(Header.SHUTDOWN)]))
         dealer.close(linger=1000)

@@ -10,7 +10,7 @@ from megatron_runtime.inference_client import CoordinatorUnreachableError, Infer
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.wire.messages import Submit, decode, tokens_from_bytes, tokens_to_bytes
 
 PROMPT = [1, 2, 3]
 
@@ -31,6 +31,21 @@ async def test_a_stream_gives_every_token_once_and_then_the_final_answer(stage, 
     client = await stage.client()
     tokens, final = await collect(client.add_request_streaming(PROMPT, params(20)))
     assert tokens == final["generated_tokens"] == echo_answer(PROMPT, 20)
+
+
+async def test_a_request_that_comes_again_after_its_answer_is_not_run_again(stage, params) -> None:
+    """Its client sent it anew before it had read the answer, which was on its way to the same connection."""
+    coordinator = stage.coordinator()
+    engine = await stage.engine()
+    client = await stage.client()
+    sent: list[list[bytes]] = []
+    send = client._link.send
+    client._link.send = lambda frames: (sent.append(frames), send(frames))
+    await client.add_request(PROMPT, params(3))
+    (submit,) = (frames for frames in sent if isinstance(decode(frames), Submit))
+    send(submit)
+    await client.add_request([4], params(3))
+    assert (len(engine.dispatches), coordinator.counters.completed) == (2, 2)
 
 
 async def test_by_default_a_future_gives_a_record_and_on_demand_its_merged_request(stage, params) -> None:

@@ -349,10 +349,10 @@ async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, co
     stage.coordinator()
     first = await stage.engine("first", mute={H.PAUSE})
     link = await stage.admin()
-    answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=0.5)
-    await asyncio.sleep(0.05)
+    answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=2)
+    await first.until(lambda: first.controls)
     late = await stage.engine("late")
-    assert late.acks[-1].state == S.PAUSED
+    assert late.acks[0].state == S.PAUSED
     with pytest.raises(ControlRefusedError):
         await answer
     await late.until(lambda: late.acks[-1].state == S.RUNNING)
@@ -518,6 +518,21 @@ async def test_a_coordinator_that_comes_back_learns_the_weights_from_its_engines
     await stage.engine("new", revision="a", epoch=5, source="/models/5")
     await stage.until(lambda: coordinator.verbs.state is S.RUNNING)
     assert (coordinator.verbs.epoch, coordinator.verbs.source) == (5, "/models/5")
+
+
+async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_others_are_told(stage, params) -> None:
+    late = Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.05)
+    coordinator = stage.coordinator(timing=late, routing_policy=RoutingPolicy.LONGEST_PREFIX)
+    old = await stage.engine("old", revision="a", epoch=4, source="/models/4", block_size_tokens=4)
+    await old.until(lambda: old.acks[-1].state == S.RUNNING)
+    client = await stage.client()
+    await client.add_request(list(range(8)), params(1))
+    assert any(coordinator.router._held.values())
+    new = await stage.engine("new", revision="a", epoch=5, source="/models/5", block_size_tokens=4)
+    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (5, "/models/5")
+    assert (new.acks[-1].epoch, new.acks[-1].source) == (5, "/models/5")
+    assert not coordinator.router._held, "what was computed with the older weights"
+    await old.until(lambda: (old.acks[-1].epoch, old.acks[-1].source) == (5, "/models/5"))
 
 
 @pytest.mark.parametrize("given", [{"epoch": 1}, {"source": "/models/1"}])

@@ -1,6 +1,5 @@
 """A real small model, tiny random ones, and how to run them through the engine."""
 
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch import nn
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -38,16 +37,10 @@ Generate = Callable[..., dict[int, list[int]]]
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_thread() -> Iterator[None]:
-    """Threads that meet at barriers make a shared machine many times slower than one thread.
-
-    A swap and a suspend collect garbage: not among all that the imports made, which takes longer than the test.
-    """
+    """Threads that meet at barriers make a shared machine many times slower than one thread."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
-    gc.collect()
-    gc.freeze()
     yield
-    gc.unfreeze()
     torch.set_num_threads(before)
 
 
@@ -93,17 +86,20 @@ def smollm() -> TorchExecutor:
 
 
 @pytest.fixture(scope="package")
-def smollm_reference(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
+def smollm_reference(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
+    from transformers import LlamaForCausalLM
+
     directory = tmp_path_factory.mktemp("smollm")
     export_hf(BUILTIN, directory)
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 
 @pytest.fixture(scope="package")
-def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, LlamaForCausalLM]]:
+def make_tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[Path, nn.Module]]:
     """make_tiny(**config) -> a directory with a random model, and the same model in transformers."""
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    def make(**config: Any) -> tuple[Path, LlamaForCausalLM]:
+    def make(**config: Any) -> tuple[Path, nn.Module]:
         torch.manual_seed(0)
         model = LlamaForCausalLM(LlamaConfig(**{**TINY, **config})).eval()
         directory = tmp_path_factory.mktemp("tiny")

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from soak import SOAK
-from transformers import LlamaForCausalLM
+from torch import nn
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -17,7 +17,7 @@ from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
-MakeTiny = Callable[..., tuple[Path, LlamaForCausalLM]]
+MakeTiny = Callable[..., tuple[Path, nn.Module]]
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0.0},

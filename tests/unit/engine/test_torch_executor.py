@@ -5,14 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaForCausalLM
+from torch import nn
 
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.layers.cpu import default_threads
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
 from megatron_runtime.loading.source import ModelSourceError, resolve
 
-MakeTiny = Callable[..., tuple[Path, LlamaForCausalLM]]
+MakeTiny = Callable[..., tuple[Path, nn.Module]]
 PAGE_BYTES = 16 * 3 * 2 * 2 * 8 * 4
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaForCausalLM
+from torch import nn
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines import device
@@ -23,7 +23,7 @@ from megatron_runtime.loading.source import resolve
 from megatron_runtime.loading.verified import UnusableWeightsError
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
-MakeTiny = Callable[..., tuple[Path, LlamaForCausalLM]]
+MakeTiny = Callable[..., tuple[Path, nn.Module]]
 Edit = Callable[[dict[str, torch.Tensor]], None]
 
 

@@ -170,7 +170,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestEngine = Machine.TestCase
-TestEngine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestEngine.settings = settings(max_examples=60, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("mode", KVCacheManagementMode)

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator
 
 import numpy as np
 import pytest
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
@@ -174,7 +174,7 @@ async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
 
     def fail(plan: object) -> None:
         failing.set()
-        queued.wait(timeout=10)
+        queued.wait(timeout=LONG_SECONDS)
         raise ZeroDivisionError("broken kernel")
 
     rig.executor.execute = fail  # type: ignore[method-assign,assignment]
@@ -334,7 +334,7 @@ async def test_metrics_tell_steps_sleep_and_what_signals_took(rig: Rig) -> None:
     async def answered() -> bool:
         return len(rig.tokens) == 9
 
-    await eventually(answered, seconds=30, what="nine tokens")
+    await eventually(answered, what="nine tokens")
     # One step for the prompt of three tokens, eight for the rest of the answer.
     for prefix in ("megatron_", "vllm:"):
         assert value(prefix + "iteration_tokens_total_bucket", {"le": "1.0"}) == 8

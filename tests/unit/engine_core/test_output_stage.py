@@ -67,7 +67,7 @@ class Stage:
 texts = st.text(alphabet="ab·é€", min_size=1, max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(texts, st.lists(st.text(alphabet="ab·é€", min_size=1, max_size=4), max_size=3), st.integers(1, 5))
 def test_the_stream_is_a_prefix_of_the_answer_and_the_answer_ends_before_the_first_stop(
     text: str, stops: list[str], interval: int

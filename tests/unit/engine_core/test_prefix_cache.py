@@ -237,4 +237,4 @@ class RefZeroMachine(Machine):
 
 TestLru = Machine.TestCase
 TestRefZero = RefZeroMachine.TestCase
-TestLru.settings = TestRefZero.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)
+TestLru.settings = TestRefZero.settings = settings(max_examples=50, stateful_step_count=30)

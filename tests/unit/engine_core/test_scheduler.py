@@ -51,7 +51,7 @@ def run(engine: DynamicInferenceEngine, steps: int = 10_000) -> dict[int, list[i
 prompts = st.lists(st.lists(st.integers(1, 999), min_size=1, max_size=60), min_size=1, max_size=20)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(prompts, st.integers(8, 80), st.integers(26, 60))
 def test_every_answer_is_exact_under_chunking_and_preemption(
     prompts: list[list[int]], max_tokens: int, pages: int
@@ -93,7 +93,6 @@ def test_an_abort_frees_its_pages_at_once() -> None:
 
 
 @given(st.integers(0, 20))
-@settings(deadline=None)
 def test_a_continuation_equals_the_undisturbed_answer(already: int) -> None:
     whole = echo_answer([5, 6, 7], 20)
     engine = make_engine()

@@ -6,12 +6,12 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.build import LoadedEngine
+from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.engines.settings import EngineSettings
@@ -34,7 +34,7 @@ async def test_an_engine_whose_weights_cannot_be_loaded_ends_with_the_cause() ->
     loaded = LoadedEngine(DynamicInferenceEngine(BrokenExecutor(), InferenceConfig()))
     worker = EngineWorker(settings, loaded)
     try:
-        await asyncio.wait_for(worker.run(), 20)
+        await asyncio.wait_for(worker.run(), LONG_SECONDS)
     finally:
         coordinator.stop()
     assert str(worker.failure) == "weights are truncated"
@@ -70,7 +70,7 @@ class Served:
 
     async def generate(self, prompt: list[int], length: int, **params: object) -> dict:
         sampling = SamplingParams(temperature=0.0, num_tokens_to_generate=length, **params)
-        return await asyncio.wait_for(self.client.add_request(prompt, sampling), 20)
+        return await asyncio.wait_for(self.client.add_request(prompt, sampling), LONG_SECONDS)
 
     async def stop(self) -> None:
         self.client.stop()
@@ -84,7 +84,7 @@ class Served:
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     served = Served()
-    await asyncio.wait_for(served.worker.joined.wait(), 20)
+    await asyncio.wait_for(served.worker.joined.wait(), LONG_SECONDS)
     await served.client.start()
     yield served
     await served.stop()
@@ -115,13 +115,13 @@ async def test_a_request_that_reaches_an_engine_as_it_stops_is_answered_by_anoth
     async def has_come() -> bool:
         return "came when the engine had stopped" in caplog.text or answer.done()
 
-    await eventually(has_come, seconds=20, what="the request at the engine", look_seconds=0.01)
+    await eventually(has_come, what="the request at the engine", look_seconds=0.01)
     other = EngineWorker(
         EngineSettings(coordinator=served.address, name="engine-1", block_size_tokens=8),
         LoadedEngine(DynamicInferenceEngine(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),
     )
     task = asyncio.ensure_future(other.run())
-    await asyncio.wait_for(other.joined.wait(), 20)
+    await asyncio.wait_for(other.joined.wait(), LONG_SECONDS)
     served.worker.ended.set()
     assert (await answer)["generated_tokens"] == echo_answer([5], 6)
     other.ended.set()
@@ -161,7 +161,7 @@ async def test_what_cannot_be_taken_is_refused_with_class_and_field(served: Serv
     assert (error["code"], error["type"], error["is_transient"]) == (400, "BlockOverflowError", True)
     assert "maximum context length was exceeded" in error["message"]
     sampling = SamplingParams(temperature=0.0, num_tokens_total=2)
-    error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), 20))["error"]
+    error = (await asyncio.wait_for(served.client.add_request([1, 2, 3], sampling), LONG_SECONDS))["error"]
     assert (error["code"], error["field"]) == (400, "num_tokens_total")
 
 
@@ -177,3 +177,11 @@ def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
         "message": "device lost",
         "remedy": "",
     }
+
+
+def test_an_echo_engine_takes_little_memory_whatever_the_size_of_its_cache() -> None:
+    settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 40)
+    engine = build_engine(settings).engine
+    engine.executor.load()
+    assert isinstance(engine.executor, EchoExecutor)
+    assert 0 < engine.executor._cache.nbytes + engine.context.allocator.references.nbytes < 32 << 20

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from megatron_kernels import paged_decode, paged_decode_triton, paged_prefill, paged_prefill_triton
 from megatron_kernels.tuning import DecodeTuning, PrefillTuning
 
-few = settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 PAGE = 16
 LENGTHS = [1, PAGE - 1, PAGE, PAGE + 1, 3 * PAGE, 70]
 SHAPES = [(1, 64), (3, 64), (2, 128), (5, 64), (1, 80)]

@@ -31,10 +31,12 @@ heads, for both activations, to places and to pairs in tiles for few and for man
 
 
 @pytest.fixture(scope="module")
-def usage(tmp_path_factory):
-    """A process of its own: triton is either an interpreter or a compiler, from its import on."""
+def usage():
+    """A process of its own: triton is either an interpreter or a compiler, from its import on. What it has compiled
+    once, from the same source by the same version, it finds again in the user's cache."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    environment["TRITON_CACHE_DIR"] = str(cache / "megatron" / "triton")
     program = Path(__file__).with_name("sm90_compiler.py")
     run = subprocess.run([sys.executable, program], env=environment, check=False, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -18,7 +18,7 @@ ERRORS = {torch.float32: 1e-6, torch.float16: 1e-3, torch.bfloat16: 2e-2}
 """Norm of the difference over the norm of the result: the hidden layer is rounded twice, and the interpreter truncates
 to bfloat16."""
 
-few = settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 def case(tokens, shape, *, dtype, generator, held=None, alignment=16):

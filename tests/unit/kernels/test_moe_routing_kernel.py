@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from megatron_kernels import moe_routing, moe_routing_triton
 
-few = settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+few = settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @given(

@@ -134,7 +134,7 @@ def test_every_cut_index_is_refused(release: Path) -> None:
             open_checkpoint(resolve(str(release)))
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_whatever_a_file_is_changed_to_it_is_refused_in_words_or_read(
     original: Path, release: Path, data: st.DataObject

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eventually import LONG_SECONDS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoint import CONFIGS, random_tensors, write_model
@@ -44,7 +45,7 @@ def trainings(tmp_path_factory: pytest.TempPathFactory) -> Path:
         jobs += [str(model), str(directory / case / "iter_0000012"), layers]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
     command = [sys.executable, str(SAVER), "2", str(directory / "store"), *jobs]
-    saved = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=240)
+    saved = subprocess.run(command, env=environment, stderr=subprocess.PIPE, text=True, timeout=LONG_SECONDS)
     assert saved.returncode == 0, saved.stderr
     return directory
 
@@ -97,7 +98,7 @@ def test_layers_may_be_numbered(trainings: Path) -> None:
     assert same_bits(read_all(saved), load_file(model / "model.safetensors"))
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(data=st.data())
 def test_any_part_of_any_tensor_can_be_read_alone(saved_by_two: Path, qwen: Path, data: st.DataObject) -> None:
     checkpoint = open_checkpoint(resolve(str(saved_by_two)))

@@ -126,3 +126,19 @@ def test_a_group_that_goes_while_it_is_looked_at_has_gone(tmp_path: Path, monkey
     monkeypatch.setattr(cgroups, "_deepest_first", lambda folder: [folder / "of a pod that has just ended", folder])
     assert cgroups.remove("cluster") == 0
     assert not group.exists()
+
+
+@pytest.mark.parametrize(("file", "value"), [("cpu.shares", "2048"), ("cpu.weight", "200")])
+def test_processors_are_shared_out_on_both_hierarchies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, value: str
+) -> None:
+    processors, memory = tmp_path / "cpu", tmp_path / "memory"
+    processors.mkdir()
+    (processors / file).touch()
+    memory.mkdir()
+    monkeypatch.setattr(cgroups, "folders", lambda _: [memory, processors])
+    cgroups.weigh("pods", 2)
+    cgroups.gather("node", [17])
+    assert (processors / file).read_text() == value
+    assert (processors / "cgroup.procs").read_text() == "17"
+    assert not any(memory.iterdir())

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 from megatron_runtime.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
@@ -20,7 +19,9 @@ class Model:
     def __init__(self, directory: Path) -> None:
         checkpoint = SafetensorsCheckpoint(directory)
         self.config = checkpoint.config
-        self.reference = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+        from transformers import AutoModelForCausalLM
+
+        self.reference = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
         self.ours = DecoderModel(self.config, load_weights(checkpoint, torch.float32))
         width = 2 * self.config.num_kv_heads * self.config.head_dim
         self.cache = torch.zeros(self.config.num_layers, 64, PAGE, width)
@@ -71,9 +72,11 @@ def smollm(exported: Path) -> Model:
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
     """Random weights with what the built-in model has not: Llama 3.1 rope scaling and an untied head."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     directory = tmp_path_factory.mktemp("tiny")
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
+    config = LlamaConfig(
         vocab_size=96,
         hidden_size=64,
         intermediate_size=96,
@@ -91,7 +94,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
             "original_max_position_embeddings": 64,
         },
     )
-    model = transformers.LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(directory)

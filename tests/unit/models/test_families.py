@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
+from torch import nn
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -78,11 +78,13 @@ class Answer:
     prompt_log_probs: list[float]
 
 
-def make(case: str) -> transformers.PreTrainedModel:
+def make(case: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     # Nothing of a model is trivial: norms, biases and routers are as random as the rest.
-    config = transformers.AutoConfig.for_model(case.split(",")[0], **{**SIZES, **CASES[case]})
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = AutoConfig.for_model(case.split(",")[0], **{**SIZES, **CASES[case]})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for name, parameter in model.named_parameters():
         if "norm" in name or name.endswith(("bias", "mlp.gate.weight")):
             torch.nn.init.normal_(parameter, mean=0.5, std=0.3)

@@ -8,7 +8,7 @@ from typing import Any
 import gguf
 import pytest
 import torch
-import transformers
+from torch import nn
 
 from megatron_runtime.layers.rotary import inverse_frequencies
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, tensors
@@ -44,18 +44,20 @@ SIZES: dict[str, Any] = {
 }
 
 
-def make(family: str) -> transformers.PreTrainedModel:
+def make(family: str) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(family, **SIZES)
+    config = AutoConfig.for_model(family, **SIZES)
     if family == "mixtral":
         config.sliding_window = None
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
     return model
 
 
-def as_in_file(family: str, model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def as_in_file(family: str, model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the file, in its layout; names still those of transformers, experts of a layer as one."""
     stacks: dict[str, list[torch.Tensor]] = {}
     held = tensors(model_in_memory(model).checkpoint)
@@ -79,7 +81,7 @@ def as_in_file(family: str, model: transformers.PreTrainedModel) -> Iterator[tup
 
 def write(
     family: str,
-    model: transformers.PreTrainedModel,
+    model: nn.Module,
     path: Path,
     *,
     factors: torch.Tensor | None = None,

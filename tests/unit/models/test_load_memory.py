@@ -9,6 +9,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from eventually import LONG_SECONDS
 from safetensors.torch import save_file
 
 from megatron_runtime.loading.mapped import RESIDENT_BYTES
@@ -92,7 +93,7 @@ def test_loading_takes_the_weights_and_at_most_one_tensor(form: str, tmp_path: P
     else:
         source = write_safetensors(tmp_path / "model", getattr(torch, form))
     measured = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(source)], capture_output=True, text=True, check=True, timeout=200
+        [sys.executable, "-c", MEASURE, str(source)], capture_output=True, text=True, check=True, timeout=LONG_SECONDS
     )
     peak = int(measured.stdout)
     assert WEIGHTS < peak < WEIGHTS + LARGEST + RESIDENT_BYTES, f"{peak / WEIGHTS:.2f} of the weights"

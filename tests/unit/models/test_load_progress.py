@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-import transformers
+from random_checkpoint import LLAMA, random_model
 
 from megatron_runtime.engines.device import Processor
 from megatron_runtime.engines.weight_store import WeightStore
@@ -18,15 +18,10 @@ class Terminal(io.StringIO):
         return True
 
 
-def tiny() -> transformers.PreTrainedModel:
-    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=32, **sizes)).eval()
-
-
 def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
-    source = model_in_memory(tiny())
+    source = model_in_memory(random_model(LLAMA))
     WeightStore(source, torch.float32, Processor()).load()
     shown = sys.stderr.getvalue()
     assert "loading the weights" in shown
@@ -35,8 +30,8 @@ def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_elsewhere_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stderr", io.StringIO())
-    checkpoint = model_in_memory(tiny()).checkpoint
+    checkpoint = model_in_memory(random_model(LLAMA)).checkpoint
     with with_progress(checkpoint, what="loading") as shown:
         assert shown is checkpoint
-    WeightStore(model_in_memory(tiny()), torch.float32, Processor()).load()
+    WeightStore(model_in_memory(random_model(LLAMA)), torch.float32, Processor()).load()
     assert sys.stderr.getvalue() == ""

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 
 from megatron_runtime.layers.paged_attention import AttentionBatch, PrefillChunk
 from megatron_runtime.loading.checkpoint import Checkpoint, Part
@@ -91,12 +90,14 @@ class Group:
 
 
 def make(family: str) -> Checkpoint:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
     torch.manual_seed(0)
     sizes = dict(SIZES)
     if family != "gemma3_text":
         del sizes["layer_types"], sizes["sliding_window"]
-    config = transformers.AutoConfig.for_model(family, **sizes)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    config = AutoConfig.for_model(family, **sizes)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=0.05, std=0.2)
     return model_in_memory(model).checkpoint

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, tensors
@@ -19,9 +18,11 @@ Tensors = dict[str, torch.Tensor]
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
     directory = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = transformers.Qwen2Config(
+    config = Qwen2Config(
         vocab_size=64,
         hidden_size=32,
         intermediate_size=48,
@@ -30,7 +31,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         num_key_value_heads=2,
         max_position_embeddings=64,
     )
-    transformers.Qwen2ForCausalLM(config).save_pretrained(directory, max_shard_size="20KB")
+    Qwen2ForCausalLM(config).save_pretrained(directory, max_shard_size="20KB")
     return directory
 
 

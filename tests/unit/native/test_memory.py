@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from eventually import LONG_SECONDS
 
 from megatron_runtime.layers.native.linear import NativeLinears
 from megatron_runtime.layers.native.memory import PAGES_THREAD, WeightMemory
@@ -60,7 +61,7 @@ def test_joined_pages_hold_what_they_held() -> None:
     piece = memory.take(len(values))
     piece.copy_(values)
     before = large_pages_kib(piece.data_ptr())
-    memory.join_pages().join(60)
+    memory.join_pages().join(LONG_SECONDS)
     assert torch.equal(piece, values)
     if joins_pages():
         assert large_pages_kib(piece.data_ptr()) - before >= 2 << 10
@@ -78,7 +79,7 @@ def test_what_nobody_uses_goes_and_is_not_kept_by_the_thread_that_joins() -> Non
         time.sleep(0.005)
     else:
         pytest.fail("what nobody uses was kept")
-    thread.join(60)
+    thread.join(LONG_SECONDS)
     assert not thread.is_alive()
     assert not kept.count_nonzero()
 

@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
 from megatron_operator.model.states import KeyStage
@@ -87,7 +88,7 @@ class Site:
         return found
 
     async def until(self, condition: Callable[[], object]) -> None:
-        async with asyncio.timeout(90):
+        async with asyncio.timeout(LONG_SECONDS):
             while not condition():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
@@ -96,7 +97,7 @@ class Site:
 async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site = Site(Mounted(tmp_path))
     await site.start_engine()
-    await site.client.start(connect_timeout_seconds=10)
+    await site.client.start(connect_timeout_seconds=LONG_SECONDS)
     yield site
     site.client.stop()
     site.engine.close()
@@ -137,7 +138,7 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     for _ in range(8):
         site.engine.step()
     tokens: list[int] = []
-    async with asyncio.timeout(90):
+    async with asyncio.timeout(LONG_SECONDS):
         async for item in stream:
             if "final" in item:
                 break
@@ -160,7 +161,7 @@ async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_pa
     )
     worker = EngineWorker(settings, build_engine(settings))
     serving = asyncio.create_task(worker.run())
-    await site.client.start(connect_timeout_seconds=20)
+    await site.client.start(connect_timeout_seconds=LONG_SECONDS)
     asked: list[asyncio.Task[list[int]]] = []
     done = asyncio.Event()
 
@@ -189,7 +190,7 @@ async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_pa
     finally:
         done.set()
         await asking
-        answers = await asyncio.wait_for(asyncio.gather(*asked), 60)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), LONG_SECONDS)
         site.client.stop()
         worker.ended.set()
         await serving

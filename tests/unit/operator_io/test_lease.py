@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.lease import TERM_ANNOTATION, Elector, LeadershipLostError, LeaseSettings
@@ -125,7 +126,7 @@ async def test_old_holder_that_comes_back_finds_the_lease_taken_and_ends(store: 
     assert await challenger._try_acquire()
 
     with pytest.raises(LeadershipLostError, match="now held by b"):
-        await asyncio.wait_for(first.hold(), 5)
+        await asyncio.wait_for(first.hold(), LONG_SECONDS)
     with pytest.raises(LeadershipLostError):
         first.check()
 
@@ -141,7 +142,7 @@ async def test_api_outage_ends_leadership_only_after_the_deadline(store: Any) ->
 
     clock.now += 1
     with pytest.raises(LeadershipLostError):
-        await asyncio.wait_for(hold, 5)
+        await asyncio.wait_for(hold, LONG_SECONDS)
 
 
 async def test_term_jumps_above_a_fence_seen_elsewhere_and_stays(store: Any) -> None:

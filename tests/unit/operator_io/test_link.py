@@ -10,6 +10,7 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
@@ -26,9 +27,9 @@ FAST = LinkTimings(
     hello_retry_max=0.2,
     status_interval=0.2,
     status_interval_busy=0.05,
-    answer_timeout=0.4,
-    refresh_timeout=0.4,
-    first_contact=0.5,
+    answer_timeout=1.0,
+    refresh_timeout=1.0,
+    first_contact=1.0,
 )
 PAUSE = Signal(kind=SignalKind.PAUSE, operation_id="op-1", fence=3, expected_engines=1)
 
@@ -45,7 +46,7 @@ class Changes:
         self._event.set()
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONG_SECONDS):
             while not condition():
                 self._event.clear()
                 await self._event.wait()
@@ -57,9 +58,11 @@ async def make_link(
 ) -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Changes]]]:
     links: list[CoordinatorLink] = []
 
-    def make(address: str, keys: PeerKeys | None = None) -> tuple[CoordinatorLink, Changes]:
+    def make(
+        address: str, keys: PeerKeys | None = None, *, timings: LinkTimings = FAST
+    ) -> tuple[CoordinatorLink, Changes]:
         changes = Changes()
-        link = CoordinatorLink(zmq_context, on_change=changes, timings=FAST)
+        link = CoordinatorLink(zmq_context, on_change=changes, timings=timings)
         link.point_to(address, keys)
         links.append(link)
         return link, changes
@@ -186,7 +189,9 @@ async def test_restarted_coordinator_gets_hello_and_what_was_in_flight_may_be_se
 
 
 async def test_expected_coordinator_is_waited_for_but_not_for_long(make_link: Any, admin_port: Any) -> None:
-    link, _ = make_link(admin_port.address)
+    link, _ = make_link(
+        admin_port.address, timings=replace(FAST, first_contact=20.0, refresh_timeout=20.0, answer_timeout=20.0)
+    )
     assert (await link.refresh(expected=True)).reachable
 
     admin_port.mute = True
@@ -237,7 +242,7 @@ async def test_new_address_moves_the_link_and_close_says_goodbye(make_link: Any,
     assert link.snapshot.state is CoordinatorState.PAUSED
 
     await link.close()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(LONG_SECONDS):
         while not isinstance(new.received[-1], Disconnect):
             new.heard.clear()
             await new.heard.wait()

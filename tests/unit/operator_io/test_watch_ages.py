@@ -9,6 +9,7 @@ from typing import Any
 
 import aiohttp
 from aiohttp import web
+from eventually import LONG_SECONDS
 from played_node import free_port
 from prometheus_client import CollectorRegistry
 
@@ -98,7 +99,7 @@ async def test_a_kind_that_vanishes_is_told_and_whoever_watched_it_gets_no_answe
             pass
         server.status = 404
         listing = asyncio.create_task(session.get(f"{url}/pods").__aenter__())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(LONG_SECONDS):
             await ages.vanished.wait()
         assert not listing.done()
         listing.cancel()

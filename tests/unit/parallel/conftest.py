@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -15,20 +12,19 @@ from typing import Any
 
 import pytest
 import rank_program
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
+from random_checkpoint import LLAMA, random_tensors, write_model
+from warm_python import warm_context
+
+from megatron_runtime.models.config import MoEConfig
 
 SECONDS = 120
-COMMON = {
-    "vocab_size": 325,  # no multiple of the ranks
-    "hidden_size": 72,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "max_position_embeddings": 512,
-    "eos_token_id": 2,
-    "bos_token_id": 1,
-    "initializer_range": 0.2,
-}
+SMALL = replace(
+    LLAMA,
+    vocab_size=325,  # no multiple of the ranks
+    hidden_size=72,
+    intermediate_size=96,
+    max_position_embeddings=512,
+)
 
 
 @dataclass
@@ -50,15 +46,11 @@ class Engine:
 
 
 @pytest.fixture
-def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
+def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
     """start(told, ranks=…): the ranks of an engine that does what rank_program says; all end with the test.
 
     Each writes its standard error to `rank-N` and its termination message to `rank-N.end` in tmp_path.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([rank_program.__name__])
-    # Not every Python hands its path to the server, which then skips what it cannot import.
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
     engines: list[Engine] = []
 
     def start(told: dict[str, Any], *, ranks: list[int] | None = None) -> Engine:
@@ -66,9 +58,9 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        receiver, sender = context.Pipe(duplex=False)
+        receiver, sender = warm_context().Pipe(duplex=False)
         processes = [
-            context.Process(
+            warm_context().Process(
                 target=rank_program.be_rank,
                 args=(told, rank, world, port, str(tmp_path / f"rank-{rank}"), sender if rank == 0 else None),
             )
@@ -93,10 +85,8 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 
     def make(heads: int, kv_heads: int) -> str:
         if (heads, kv_heads) not in made:
-            torch.manual_seed(1)
-            directory = tmp_path_factory.mktemp("llama")
-            config = LlamaConfig(**COMMON, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=8)
-            LlamaForCausalLM(config).save_pretrained(directory)
+            config = replace(SMALL, num_heads=heads, num_kv_heads=kv_heads)
+            directory = write_model(tmp_path_factory.mktemp("llama"), config, random_tensors(config, seed=1))
             made[heads, kv_heads] = str(directory)
         return made[heads, kv_heads]
 
@@ -106,16 +96,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
 @pytest.fixture(scope="package")
 def mixtral(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small random model of experts."""
-    torch.manual_seed(2)
-    directory = tmp_path_factory.mktemp("mixtral")
-    config = MixtralConfig(
-        **COMMON,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        sliding_window=None,
-    )
-    MixtralForCausalLM(config).save_pretrained(directory)
-    return str(directory)
+    experts = MoEConfig(num_experts=4, experts_per_token=2, intermediate_size=96, normalize=True)
+    config = replace(SMALL, family="mixtral", num_heads=4, head_dim=16, moe=experts)
+    return str(write_model(tmp_path_factory.mktemp("mixtral"), config, random_tensors(config, seed=2)))

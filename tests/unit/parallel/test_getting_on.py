@@ -69,6 +69,15 @@ def test_ranks_that_connect_in_a_warm_up_are_waited_for() -> None:
     assert looks[-1] is not None
 
 
+def test_whether_a_silent_rank_gets_on_nobody_knows() -> None:
+    watch = Standstill()
+    reports = {0: WAITS, 1: WAITS}
+    looks = [watch.look(5, reports, now=10.0 + 0.5 * number, is_current=number < 4) for number in range(60)]
+    assert not any(looks)
+    again = [watch.look(5, reports, now=40.0 + 0.5 * number) for number in range(4)]
+    assert again[-1] is not None, "what was seen before its silence counts"
+
+
 def test_who_stood_still_itself_knows_nothing_of_the_others() -> None:
     watch = Standstill()
     for now in (10.0, 40.0):

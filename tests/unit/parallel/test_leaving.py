@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.parallel.follower_channel import FollowerChannel
 from megatron_runtime.parallel.plan_channel import Kind
@@ -49,5 +50,5 @@ def test_a_signal_amid_a_message_is_handed_on(rank_0: tuple[zmq.Socket[bytes], z
     finally:
         signal.signal(signal.SIGUSR1, before)
     orders.send_multipart([pack([int(Kind.END), 0, 0]), pack(None)])
-    assert channel.orders.get(timeout=20).kind is Kind.END
+    assert channel.orders.get(timeout=LONG_SECONDS).kind is Kind.END
     channel.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.engines.executor import StepPlan, StepResult
@@ -27,7 +27,6 @@ from megatron_runtime.sampling.log_probs import LogProbs
 
 PAGE = 4
 DUMMY = 63
-patient = settings(deadline=None)
 
 
 @st.composite
@@ -84,7 +83,6 @@ def assert_same(one: Any, other: Any) -> None:
         assert one == other
 
 
-@patient
 @given(plans())
 def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
     assert_same(decode_plan(unpack(pack(encode_plan(plan)))), plan)
@@ -105,7 +103,6 @@ def test_nothing_but_plain_values_and_numbers_travels() -> None:
         unpack(b"\xc1")
 
 
-@patient
 @given(plans(), st.integers(1, 4), st.integers(1, 3))
 def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeline: int, expert: int) -> None:
     sizes = ParallelSizes(pipeline=pipeline, expert=expert)
@@ -141,7 +138,6 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
         np.testing.assert_array_equal(found.chosen_N, plan.sampling.prompt_targets[row])
 
 
-@patient
 @given(plans(), st.integers(2, 4))
 def test_rows_that_share_their_first_page_meet_on_one_rank(plan: StepPlan, expert: int) -> None:
     owners = expert_of_rows(plan, expert)

@@ -43,6 +43,7 @@ def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
             np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tensor", "pipeline", "expert", "heads", "kv_heads"),
     [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.parallel.micro_batches import cut, expert_of_rows
@@ -13,7 +13,6 @@ from megatron_runtime.parallel.warm_up import GPU, PROCESSOR, StepSizes, warm_up
 PAGE = 16
 
 
-@settings(deadline=None)
 @given(
     st.integers(1, 4),
     st.builds(StepSizes, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from eventually import LONG_SECONDS
 from torch.distributed import TCPStore
 
 from megatron_runtime.preflight import Outcome, PreflightError, PreflightPlan, preflight
@@ -48,7 +49,7 @@ def silent_host() -> Iterator[tuple[str, int]]:
 
 async def test_all_pairs_of_eight_exchange_data() -> None:
     port = free_port()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(LONG_SECONDS):
         found = await asyncio.gather(*(preflight(plan(node, port, seconds=40.0)) for node in range(NODES)))
     for outcomes in found:
         assert len(outcomes) == NODES - 1
@@ -85,7 +86,7 @@ async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
 
     server = await asyncio.start_server(hang_up, names(3)[1], port)
     async with server:
-        found = await preflight(plan(0, port, nodes=3, seconds=1.0))
+        found = await preflight(plan(0, port, nodes=3, seconds=10.0))
     assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
 
 
@@ -107,7 +108,7 @@ async def test_the_store_of_running_ranks_is_no_obstacle() -> None:
 
     server = await asyncio.start_server(relay, names(2)[1], port)
     async with server:
-        found = await preflight(plan(0, port, nodes=2, seconds=8.0))
+        found = await preflight(plan(0, port, nodes=2, seconds=10.0))
     assert found == {names(2)[1]: Outcome.REACHABLE}
 
 
@@ -121,7 +122,7 @@ async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
 
 async def test_a_pod_without_an_address_is_left_to_the_scheduler() -> None:
     waits = PreflightPlan(
-        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.77.1"
+        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=10.0, listen="127.0.77.1"
     )
     assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}
 
@@ -131,11 +132,11 @@ async def test_the_command_ends_with_the_pair_in_its_last_line(silent_host: tupl
     command = [sys.executable, "-m", "megatron_runtime.cli", "preflight", "--name", "127.0.77.{node}"]
     process = await asyncio.create_subprocess_exec(
         *command,
-        *("--node", "2", "--nodes", "5", "--port", str(port), "--timeout-seconds", "1"),
+        *("--node", "2", "--nodes", "5", "--port", str(port), "--timeout-seconds", "8"),
         *("--listen", "127.0.77.2"),
         stderr=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
     )
-    out, err = await asyncio.wait_for(process.communicate(), 60)
+    out, err = await asyncio.wait_for(process.communicate(), LONG_SECONDS)
     assert process.returncode == 1, (out, err)
     assert "127.0.77.2 cannot reach 127.0.77.4 on port" in err.decode()

@@ -20,6 +20,7 @@ import openai
 import psutil
 import pytest
 import tokenizers
+from eventually import LONG_SECONDS
 
 from megatron_runtime.text_generation_server.app import create_app
 from megatron_runtime.text_generation_server.listener import listen
@@ -106,7 +107,7 @@ async def _running(settings: ServerSettings, tokenizer: Tokenizer, backend: Any)
     server = http_server(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-    async with httpx.AsyncClient(base_url=url, timeout=30) as http, client:
+    async with httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS) as http, client:
         yield Running(url, tokenizer, backend, app.state.service, server, http, client)
     if isinstance(backend, generator.ScriptedBackend):
         backend.gate.set()

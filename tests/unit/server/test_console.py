@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from eventually import LONG_SECONDS
 
 IN_NODE = Path(__file__).with_name("console_in_node.mjs")
 SCRIPT = re.compile(r'<script type="module">(.*?)</script>', re.DOTALL)
@@ -61,7 +62,7 @@ async def chat(running: Any, tmp_path: Path, *texts: str, key: str = "") -> dict
     node = await asyncio.create_subprocess_exec(
         *("node", str(IN_NODE), str(script), running.url, key, *texts), stdout=asyncio.subprocess.PIPE
     )
-    output, _ = await asyncio.wait_for(node.communicate(), 120)
+    output, _ = await asyncio.wait_for(node.communicate(), LONG_SECONDS)
     assert node.returncode == 0
     return json.loads(output)
 

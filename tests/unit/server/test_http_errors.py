@@ -181,7 +181,7 @@ async def test_any_json_gets_an_answer(running: Any) -> None:
     )
     loop = asyncio.get_running_loop()
 
-    @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=60, suppress_health_check=list(HealthCheck))
     @given(fields=st.dictionaries(names, json_values, max_size=3), path=st.sampled_from(["chat/", ""]))
     def check(fields: dict[str, Any], path: str) -> None:
         body = json.dumps({"model": "smollm2", **fields})

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from eventually import LONG_SECONDS
 from soak import size
 
 REQUESTS = size(2_000, soak=20_000)
@@ -153,14 +154,14 @@ async def test_every_bad_request_is_named_and_nothing_dies_or_grows(served: Any)
     engine = served.children()["engine"]
     seen: Counter[str] = Counter()
     limits = httpx.Limits(max_connections=2 * AT_ONCE)
-    async with httpx.AsyncClient(base_url=served.url, timeout=60, limits=limits, trust_env=False) as http:
+    async with httpx.AsyncClient(base_url=served.url, timeout=LONG_SECONDS, limits=limits, trust_env=False) as http:
         # What a process needs once, such as tokenizer caches and connections, is there after these.
         await _run(http, range(REQUESTS // 4), Counter())
         before = [_memory(server), _memory(engine)]
         await _run(http, range(REQUESTS // 4, REQUESTS), seen)
         assert (await http.get("/readyz")).status_code == 200
         # The server is done with a stream a moment after its client is.
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(LONG_SECONDS):
             while await _missing(http, IDLE):  # noqa: ASYNC110 - a metric offers no event
                 await asyncio.sleep(0.1)
     grown = [after - size for after, size in zip([_memory(server), _memory(engine)], before, strict=True)]

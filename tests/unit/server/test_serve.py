@@ -8,13 +8,14 @@ import sys
 from typing import Any
 
 import psutil
+from eventually import LONG_SECONDS
 
 MODEL = "smollm2-135m"
 MESSAGES = [{"role": "user", "content": "Name three rivers 🏞️"}]
 
 
 async def _gone(children: dict[str, psutil.Process]) -> None:
-    _, alive = await asyncio.to_thread(psutil.wait_procs, list(children.values()), timeout=30)
+    _, alive = await asyncio.to_thread(psutil.wait_procs, list(children.values()), timeout=LONG_SECONDS)
     assert alive == []
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 import trustme
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.text_generation_server.tls import Certificate, CertificateError
 
@@ -60,7 +60,7 @@ async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
     )
     yield number
     process.terminate()
-    await asyncio.wait_for(process.wait(), 60)
+    await asyncio.wait_for(process.wait(), LONG_SECONDS)
 
 
 async def test_an_ordinary_client_verifies_the_server(port: int, authority: trustme.CA) -> None:
@@ -72,7 +72,7 @@ async def test_an_ordinary_client_verifies_the_server(port: int, authority: trus
             except httpx.TransportError:
                 return False
 
-        await eventually(answers, seconds=60, what="the server answers over TLS")
+        await eventually(answers, what="the server answers over TLS")
         assert (await http.get("/v1/models")).json()["data"][0]["id"]
     with pytest.raises(httpx.ConnectError, match="certificate verify failed"):
         async with httpx.AsyncClient(verify=trusting(trustme.CA())) as http:

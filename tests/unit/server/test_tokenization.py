@@ -83,7 +83,7 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
 ) -> None:
     alphabet = st.characters(codec="utf-8", exclude_characters="<")
 
-    @settings(max_examples=150, deadline=None)
+    @settings(max_examples=150)
     @given(st.text(alphabet, max_size=40))
     def check(text: str) -> None:
         assert tokenizer.encode(text) == reference_encode(text)
@@ -92,7 +92,7 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
 
 
 def test_any_unicode_text_survives_the_round_trip(tokenizer: Tokenizer) -> None:
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(st.text(ENCODABLE))
     def check(text: str) -> None:
         assert tokenizer.decode(tokenizer.encode(text), skip_special=False) == text
@@ -103,7 +103,7 @@ def test_any_unicode_text_survives_the_round_trip(tokenizer: Tokenizer) -> None:
 def test_streamed_text_is_the_whole_text_whatever_the_chunks(tokenizer: Tokenizer) -> None:
     ids = st.lists(st.integers(0, tokenizer.vocab_size + 10), max_size=60)
 
-    @settings(max_examples=200, deadline=None)
+    @settings(max_examples=200)
     @given(ids=ids, cuts=st.lists(st.integers(1, 5), max_size=60), skip=st.booleans())
     def check(ids: list[int], cuts: list[int], skip: bool) -> None:
         detokenizer = tokenizer.detokenizer(skip_special=skip)

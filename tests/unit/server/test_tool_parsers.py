@@ -152,7 +152,7 @@ arguments = st.dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(calls=st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3), data=st.data())
 def test_whatever_a_model_writes_well_is_read_back(
     calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
@@ -178,7 +178,7 @@ def test_whatever_a_model_writes_well_is_read_back(
 JSON_LIKE = st.text(alphabet='{}[]",:\\/tfn0123456789.eE+-u \n<>_a', max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=JSON_LIKE | st.text(max_size=30), parser=st.sampled_from(sorted(PARSERS)), data=st.data())
 def test_any_text_is_kept_or_called_and_never_an_error(text: str, parser: str, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', "[f("]))
@@ -189,7 +189,7 @@ def test_any_text_is_kept_or_called_and_never_an_error(text: str, parser: str, d
         assert whole[0] == start + text
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(text=JSON_LIKE | arguments.map(json.dumps) | st.integers().map(str) | st.text().map(json.dumps))
 def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
     scanner, end = JsonScanner(), None

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
-from eventually import eventually
+from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.control_link import ControlLink
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
@@ -52,10 +52,10 @@ class Stack:
         self.worker = EngineWorker(engine_settings, loaded)
         self._serving = asyncio.create_task(self.worker.run())
         self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
-        await self.client.start(connect_timeout_seconds=20)
+        await self.client.start(connect_timeout_seconds=LONG_SECONDS)
         self.admin = ControlLink(addresses[Role.ADMIN])
         await self.admin.start()
-        await eventually(self.engine_serves, seconds=20, what="the engine serves")
+        await eventually(self.engine_serves, what="the engine serves")
 
     async def engine_serves(self) -> bool:
         status = await self.client.status()
@@ -67,7 +67,9 @@ class Stack:
 
     async def control(self, kind: Header) -> None:
         self._operations += 1
-        ack = await self.admin.control(kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=20)
+        ack = await self.admin.control(
+            kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=LONG_SECONDS
+        )
         assert ack.ok
 
     async def nothing_is_left(self) -> None:
@@ -77,7 +79,7 @@ class Stack:
             status = await self.client.status()
             return self.engine.context.usage == 0 and not self.engine.has_work and status.in_flight == 0
 
-        await eventually(is_free, seconds=20, what="all slots and pages are free")
+        await eventually(is_free, what="all slots and pages are free")
         self.engine.check_integrity()
 
     async def end(self) -> None:
@@ -128,7 +130,7 @@ async def test_who_leaves_frees_slots_and_pages_at_once(start_stack: StartStack,
     async def is_full() -> bool:
         return stack.engine.stats().num_running == 8
 
-    await eventually(is_full, seconds=20, what="the engine is full")
+    await eventually(is_full, what="the engine is full")
     assert stack.engine.context.usage > 0
     asking.cancel()
     await stack.nothing_is_left()
@@ -169,7 +171,7 @@ async def test_a_full_queue_is_a_429(start_stack: StartStack) -> None:
     async def is_full() -> bool:
         return (await stack.client.status()).queued == 2
 
-    await eventually(is_full, seconds=20, what="two requests are queued")
+    await eventually(is_full, what="two requests are queued")
     reply = await stack.running.chat()
     assert reply.status_code == 429
     assert int(reply.headers["retry-after"]) >= 1
@@ -185,14 +187,14 @@ async def test_a_coordinator_that_comes_back_costs_a_wait_and_no_token(start_sta
     async def runs() -> bool:
         return stack.engine.stats().num_running == 1
 
-    await eventually(runs, seconds=20, what="the stream runs")
+    await eventually(runs, what="the stream runs")
     ports = {role: int(address.rpartition(":")[2]) for role, address in stack.coordinator.transport.addresses.items()}
     stack.coordinator.stop()
 
     async def is_away() -> bool:
         return not stack.client.connected
 
-    await eventually(is_away, seconds=20, what="the server knows that the coordinator is away")
+    await eventually(is_away, what="the server knows that the coordinator is away")
     late = asyncio.create_task(stack.running.chat(max_tokens=3))
     stack.settings = CoordinatorSettings(
         listen="127.0.0.1",

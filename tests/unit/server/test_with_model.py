@@ -13,6 +13,7 @@ from typing import Any
 
 import openai
 import pytest
+from eventually import LONG_SECONDS
 
 MODEL = "smollm2-135m"
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -44,7 +45,7 @@ def client() -> Iterator[openai.OpenAI]:
     else:
         pytest.fail(f"it never became ready:\n{said}")
     process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=60)
+    process.communicate(timeout=LONG_SECONDS)
     assert process.returncode == 0
 
 

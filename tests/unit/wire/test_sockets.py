@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import zmq
+from eventually import LONG_SECONDS
 
 from megatron_runtime.wire.event_socket import DRAIN_BUDGET, EventSocket
 from megatron_runtime.wire.headers import Role
@@ -71,7 +72,7 @@ async def test_a_handler_that_raises_loses_its_message_only(context: zmq.Context
     dealer.connect(f"tcp://127.0.0.1:{port}")
     for text in (b"bad", b"good"):
         dealer.send(text)
-    assert await asyncio.wait_for(received.get(), 10) == b"good"
+    assert await asyncio.wait_for(received.get(), LONG_SECONDS) == b"good"
     assert server.handler_errors == 1
     server.close()
     server.close()

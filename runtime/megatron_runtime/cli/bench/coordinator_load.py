@@ -14,6 +14,7 @@ import psutil
 
 from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, LeanEngine, LeanPeer
+from megatron_runtime.cli.bench.pauses import PauseWatch, Trip, undisturbed
 from megatron_runtime.cli.bench.report import Figure, percentile
 from megatron_runtime.cli.bench.surroundings import Surroundings
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
@@ -276,25 +277,41 @@ async def added_latency(bench: Bench) -> list[Figure]:
     options = bench.options
     each = max(1, min(options.requests, options.rate * OPEN_LOOP_SECONDS) // ROUNDS)
     async with bench.ways(clients=options.clients, engines=options.engines) as ways:
-        latencies: list[list[float]] = [[] for _ in ways]
-        for _ in range(ROUNDS):
-            for way, found in zip(ways, latencies, strict=True):
-                found += await _open_loop(bench, way, count=each)
-    through, forwarded, direct = latencies
+        trips: list[list[Trip]] = [[] for _ in ways]
+        with PauseWatch() as watch:
+            for _ in range(ROUNDS):
+                for way, found in zip(ways, trips, strict=True):
+                    found += await _open_loop(bench, way, count=each)
     at = f"at {options.rate:,} requests/s"
+    figures = _added(*trips, at=at)
+    if watch.pauses is None:
+        return figures
+    kept = [undisturbed(found, watch.pauses) for found in trips]
+    if all(kept):
+        figures += _added(*kept, at=f"{at}, undisturbed", prefix="undisturbed_")
+    share = 100 * len(kept[0]) / len(trips[0])
+    return [*figures, Figure("undisturbed_percent", "coordinator's requests that nothing disturbed", share, "%")]
+
+
+def _added(
+    through: list[Trip], forwarded: list[Trip], direct: list[Trip], *, at: str, prefix: str = ""
+) -> list[Figure]:
     figures = []
     for percent, goal in ((50, ""), (99, "≤ 0.3")):
-        least, floor, all_ = (percentile(values, percent) for values in (direct, forwarded, through))
+        all_, floor, least = (
+            percentile([trip.on_the_way_ms for trip in trips], percent) for trips in (through, forwarded, direct)
+        )
+        which = f"{at}, p{percent}"
         figures += [
-            Figure(f"direct_p{percent}_ms", f"both ways without a coordinator {at}, p{percent}", least, "ms"),
-            Figure(f"floor_added_p{percent}_ms", f"added by the forwarder, p{percent}", floor - least, "ms"),
-            Figure(f"added_p{percent}_ms", f"added by the coordinator, p{percent}", all_ - least, "ms", goal),
+            Figure(f"{prefix}direct_p{percent}_ms", f"both ways with nobody between {which}", least, "ms"),
+            Figure(f"{prefix}floor_added_p{percent}_ms", f"added by the forwarder {which}", floor - least, "ms"),
+            Figure(f"{prefix}added_p{percent}_ms", f"added by the coordinator {which}", all_ - least, "ms", goal),
         ]
     return figures
 
 
-async def _open_loop(bench: Bench, way: Way, *, count: int) -> list[float]:
-    """Requests at the rate asked for; milliseconds on the way, client to engine plus engine to client, of each."""
+async def _open_loop(bench: Bench, way: Way, *, count: int) -> list[Trip]:
+    """Requests at the rate asked for."""
     rate, clients = bench.options.rate, way.clients
     sent: dict[bytes, float] = {}
     received: dict[bytes, float] = {}
@@ -318,7 +335,9 @@ async def _open_loop(bench: Bench, way: Way, *, count: int) -> list[float]:
         sent[clients[number % len(clients)].submit(bench.prompt(number))] = now
     await done.wait()
     taken = {uid: stamps for engine in way.engines for uid, stamps in engine.taken.items()}
-    return [(taken[uid][0] - sent[uid] + received[uid] - taken[uid][1]) * 1000 for uid in received]
+    return [
+        Trip(sent[uid], end, (taken[uid][0] - sent[uid] + end - taken[uid][1]) * 1000) for uid, end in received.items()
+    ]
 
 
 async def partials(bench: Bench) -> list[Figure]:

@@ -1,7 +1,7 @@
 """The compiled function: from a cache on disk, or compiled now.
 
 Machine code is made for every x86 processor with AVX2, FMA and F16C, so one file serves all of them: an image can carry
-it. It lies beside this package where that can be written, else in the user's cache directory.
+it. It is kept beside this package and in the user's cache directory, which serves other installations, too.
 """
 
 from __future__ import annotations
@@ -62,12 +62,18 @@ def _entry() -> Entry:
         if path.is_file():
             return _load(path.read_bytes())
     code = compile_now()
-    for path in _paths():
-        if _write(path, code):
-            break
-    else:
+    if not any([_write(path, code) for path in _paths()]):
         _LOG.warning("compiled code cannot be kept in any of %s: each start compiles again", [*map(str, _paths())])
     return _load(code)
+
+
+def keep() -> None:
+    """Leaves the function in every place where it is looked for, whichever of them it was found in."""
+    entry()
+    present = [path for path in _paths() if path.is_file()]
+    for path in _paths():
+        if present and path not in present:
+            _write(path, present[0].read_bytes())
 
 
 def compile_now() -> bytes:
@@ -151,4 +157,4 @@ def _write(path: Path, code: bytes) -> bool:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    entry()
+    keep()

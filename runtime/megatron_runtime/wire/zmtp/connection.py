@@ -19,6 +19,8 @@ PeerId: TypeAlias = tuple[int, bytes]
 MESSAGES_A_TURN = 256
 """Handled in one turn of the loop; then other connections get theirs."""
 FRAMES_A_MESSAGE = 64
+PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
+"""Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64
 """More than encryption adds to a frame."""
 _HANDSHAKE_BYTES = 4096
@@ -209,6 +211,8 @@ class Connection(asyncio.Protocol):
         answer = self._handshake.receive(command)
         said = self._handshake.properties
         if said is not None:
+            if said.get(b"socket-type") not in PARTNERS:
+                raise ViolationError(f"a socket of type {said.get(b'socket-type')!r}: a ROUTER's partner is no such")
             self.peer = self._owner.admitted(self, said.get(b"identity", b""))
             self.is_open = True
             self._limit = self._max_message_bytes + (0 if self._handshake.box is None else ENVELOPE_BYTES)
