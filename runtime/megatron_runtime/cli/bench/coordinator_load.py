@@ -277,20 +277,28 @@ async def added_latency(bench: Bench) -> list[Figure]:
     options = bench.options
     each = max(1, min(options.requests, options.rate * OPEN_LOOP_SECONDS) // ROUNDS)
     async with bench.ways(clients=options.clients, engines=options.engines) as ways:
-        trips: list[list[Trip]] = [[] for _ in ways]
+        trips = await _in_turns(bench, ways, each)
+        # Whoever watches wakes thousands of times a second: a load of its own on most virtual machines.
         with PauseWatch() as watch:
-            for _ in range(ROUNDS):
-                for way, found in zip(ways, trips, strict=True):
-                    found += await _open_loop(bench, way, count=each)
+            watched = await _in_turns(bench, ways, each)
     at = f"at {options.rate:,} requests/s"
     figures = _added(*trips, at=at)
     if watch.pauses is None:
         return figures
-    kept = [undisturbed(found, watch.pauses) for found in trips]
+    kept = [undisturbed(found, watch.pauses) for found in watched]
     if all(kept):
         figures += _added(*kept, at=f"{at}, undisturbed", prefix="undisturbed_")
-    share = 100 * len(kept[0]) / len(trips[0])
+    share = 100 * len(kept[0]) / len(watched[0])
     return [*figures, Figure("undisturbed_percent", "coordinator's requests that nothing disturbed", share, "%")]
+
+
+async def _in_turns(bench: Bench, ways: Sequence[Way], each: int) -> list[list[Trip]]:
+    """ROUNDS times `each` requests by every way."""
+    trips: list[list[Trip]] = [[] for _ in ways]
+    for _ in range(ROUNDS):
+        for way, found in zip(ways, trips, strict=True):
+            found += await _open_loop(bench, way, count=each)
+    return trips
 
 
 def _added(
