@@ -11,17 +11,25 @@ from megatron_runtime.config import KVCacheManagementMode
 SCRIPT = """
 import gc
 import json
+import threading
 import numpy as np, psutil
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engines.device import select_device
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.torch_executor import TorchExecutor
+from megatron_runtime.layers.native.memory import PAGES_THREAD
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 gc.disable()  # a collection of a large heap takes seconds, in which an engine sends no sign of life
-memory = lambda: psutil.Process().memory_info().rss
+
+
+def memory():
+    # Its own: what a process maps of files, libraries above all, the kernel takes and gives as it likes.
+    info = psutil.Process().memory_info()
+    return info.rss - info.shared
+
 
 def life(mode):
     config = InferenceConfig(
@@ -41,6 +49,9 @@ def life(mode):
     answer = step() + step()
     report["used"] = memory()
     engine.suspend()
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join()  # it may hold one mapping for as long as it joins two MiB of it
     report["suspended"] = memory()
     engine.resume()
     while engine.has_work:
