@@ -148,9 +148,7 @@ class Registration:
         if other is not None and other is not client:
             self._surroundings.lose_client(other, f"its connection now calls itself {hello.name}")
         if client is None:
-            if len(self._clients) >= self._max_clients:
-                message = f"{len(self._clients)} clients are registered already"
-                self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
+            if not self._has_room(peer):
                 return
             client = self._clients.add(hello.name, peer, hello.role, incarnation=hello.incarnation, key=key)
         elif client.peer != peer or client.incarnation != hello.incarnation:
@@ -172,8 +170,16 @@ class Registration:
     def plain_client(self, peer: PeerId) -> None:
         client = self._clients.at(peer)
         if client is None:
-            if len(self._clients) >= self._max_clients:
+            if not self._has_room(peer):
                 return
             client = self._clients.add(f"plain-{peer[1].hex()}", peer, Role.CLIENT, incarnation=0, plain=True)
         client.heard = self._now()
         self._surroundings.send(peer, [pack([int(Header.CONNECT_ACK)])])
+
+    def _has_room(self, peer: PeerId) -> bool:
+        """For one more client; where there is none, `peer` is told."""
+        if len(self._clients) < self._max_clients:
+            return True
+        message = f"{len(self._clients)} clients are registered already"
+        self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
+        return False

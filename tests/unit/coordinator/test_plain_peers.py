@@ -71,6 +71,22 @@ async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> N
     assert reply["status"] == "COMPLETED"
 
 
+async def test_plain_clients_are_bounded_in_number_like_others(stage, plain) -> None:
+    coordinator = stage.coordinator(single_port=True, max_clients=1)
+    first, second = plain(Role.CLIENT), plain(Role.CLIENT)
+    first.say(Header.CONNECT)
+    assert await first.hear() == [Header.CONNECT_ACK]
+    second.say(Header.CONNECT)
+    header, *told = await second.hear()
+    assert header == Header.ERROR
+    assert "1 clients are registered already" in str(told)
+    assert coordinator.status().rejected_frames == 1
+    first.say(Header.DISCONNECT)
+    await stage.until(lambda: len(coordinator.clients) == 0)
+    second.say(Header.CONNECT)
+    assert await second.hear() == [Header.CONNECT_ACK]
+
+
 async def test_a_plain_client_gets_partials_and_may_leave_the_last_field_out(stage, client) -> None:
     engine = await stage.engine(step_seconds=None)
     client.say(Header.SUBMIT_REQUEST, 7, [1], {**PARAMS, "streaming": True})
