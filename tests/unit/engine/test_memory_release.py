@@ -4,13 +4,18 @@ import json
 import subprocess
 import sys
 
+import pytest
 from eventually import LONG_SECONDS
 
 from megatron_runtime.config import KVCacheManagementMode
 
+LIBRARIES_KEEP = 96 << 20
+"""Scratch memory of kernels, above all."""
+
 SCRIPT = """
 import gc
 import json
+import sys
 import threading
 import numpy as np, psutil
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
@@ -36,7 +41,7 @@ def life(mode):
         kv_cache_management_mode=mode, enable_prefix_caching=True, block_size_tokens=16, enable_chunked_prefill=True
     )
     executor = TorchExecutor(
-        resolve("builtin:smollm2-135m"), dtype="float32", kv_cache_memory=256 << 20, threads=1,
+        resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1,
         device=select_device("cpu", config),
     )
     engine = DynamicInferenceEngine(executor, config)
@@ -44,7 +49,7 @@ def life(mode):
     executor.load()
     report["loaded"] = memory()
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=6, termination_id=IGNORE_EOS)
-    engine.add_request(EngineRequest(0, np.arange(9, 60, dtype=np.int32), np.empty(0, np.int32), params))
+    engine.add_request(EngineRequest(0, np.arange(9, 309, dtype=np.int32), np.empty(0, np.int32), params))
     step = lambda: [token for output in engine.step() for token in output.new_tokens]
     answer = step() + step()
     report["used"] = memory()
@@ -63,17 +68,25 @@ print(json.dumps({mode: life(mode) for mode in KVCacheManagementMode}))
 """
 
 
-def test_a_suspend_leaves_the_memory_of_before_the_load_and_a_resume_goes_on() -> None:
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=LONG_SECONDS)
+@pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
+def test_a_suspend_leaves_the_memory_of_before_the_load_and_a_resume_goes_on(dtype: str, itemsize: int) -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT, dtype], capture_output=True, text=True, timeout=LONG_SECONDS)
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)
     assert set(reports) == set(KVCacheManagementMode)
+    sizes = {
+        mode: {name: size >> 20 for name, size in report.items() if name != "answer"}
+        for mode, report in reports.items()
+    }
     made = reports["persist"]["made"]  # the first: nothing was loaded before it
-    weights = 4 * 134_515_008
+    weights = itemsize * 134_515_008
     for mode, report in reports.items():
-        sizes = mode, {name: size >> 20 for name, size in report.items() if name != "answer"}
-        assert report["loaded"] - report["made"] > 0.9 * weights, sizes
-        assert report["used"] - report["suspended"] > 0.9 * weights, sizes
-        assert report["suspended"] < 1.15 * made, sizes
-        assert report["answer"] == reports["persist"]["answer"]
+        assert report["loaded"] - report["made"] > 0.9 * weights, (mode, sizes)
+        assert report["used"] - report["suspended"] > 0.9 * weights, (mode, sizes)
+        assert report["suspended"] - made < LIBRARIES_KEEP, (mode, sizes)
+        if mode != "recompute" or dtype == "float32":  # in fewer bits what is computed again is rounded otherwise
+            assert report["answer"] == reports["persist"]["answer"]
     assert len(reports["persist"]["answer"]) == 6
+    if dtype == "float32":  # the cache is large enough to be seen
+        cache = itemsize * 300 * 2 * 30 * 3 * 64  # of the prompt: 30 layers with 3 heads of keys and values
+        assert reports["persist"]["suspended"] - reports["recompute"]["suspended"] > 0.5 * cache, sizes
