@@ -217,6 +217,12 @@ class Resource:
             seconds=seconds,
         )
 
+    async def released(self, *, seconds: float = 120) -> dict[str, Any]:
+        """The status once it is suspended and the engines' pods are given back, which comes after it has settled."""
+        return await self.until(
+            lambda status: condition(status, "EnginesReady").get("reason") == "Suspended", seconds=seconds
+        )
+
     async def delete(self) -> None:
         await self._api.request("DELETE", RESOURCE.path(self.namespace, self.name))
 

@@ -72,6 +72,7 @@ async def test_scale_up_and_down_and_to_nothing(resource: Any, operator: Any, no
 
     await resource.patch(replicas=0)
     await resource.settled("Suspended")
+    await resource.released()
     children = await resource.children()
     assert all(child["spec"]["replicas"] == 0 for name, child in children.items() if name.startswith("StatefulSet"))
     assert "Deployment demo-coordinator" in children
