@@ -195,7 +195,6 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
         assert number in aborted or answer == expected[number]
 
 
-@pytest.mark.skipif(not SOAK, reason="a small model shows the same; `make soak` runs it")
 def test_not_of_the_real_model_either() -> None:
     executor = make_executor("builtin:smollm2-135m", kv_cache_memory=64 << 20)
     asked = requests(3, vocabulary=49_000, longest=20, answer=7)

@@ -49,7 +49,7 @@ def test_greedy_answers_are_those_of_transformers() -> None:
     executor = TorchExecutor(source, dtype="float32", kv_cache_memory=64 << 20, threads=1)
     executor.load()
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_sequence_length=256))
-    prompts = list(PROMPTS.values())[: soak.size(1, soak=len(PROMPTS))]
+    prompts = list(PROMPTS.values())[: soak.size(2, soak=len(PROMPTS))]
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, num_tokens_to_generate=NEW_TOKENS, termination_id=IGNORE_EOS)
         engine.add_request(EngineRequest(number, np.array(prompt, np.int32), np.array([], np.int32), params))

@@ -11,7 +11,6 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
-from soak import SOAK
 
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.wire.headers import Header
@@ -86,7 +85,6 @@ async def test_every_rank_confirms_every_verb_and_a_killed_one_costs_no_request(
     )
 
 
-@pytest.mark.skipif(not SOAK, reason="test_leaving shows it of one rank: `make soak` runs it of an engine")
 @pytest.mark.timeout(280)
 async def test_an_engine_of_ranks_ends_in_order_at_sigterm(fleet: Fleet, llama: Callable[..., str]) -> None:
     await fleet.coordinator()
