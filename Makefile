@@ -73,10 +73,10 @@ test-unit: setup build/test-weights.stamp
 
 test-survival: setup
 	@$(BEGIN)
-	$(PYTEST) tests/survival
+	$(PYTEST) tests/survival tests/hostile
 
 soak: setup ## what `make test` runs once and short, many times and long (MEGATRON_REPETITIONS, MEGATRON_SEED)
-	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
+	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
 		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py --timeout 1800

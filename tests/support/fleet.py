@@ -115,6 +115,10 @@ class Fleet:
         self.engines[name] = self._start(command, health_port, warm=warm)
         return self.engines[name]
 
+    def start_command(self, *arguments: str) -> Process:
+        """Another `megatron` command, without a port for probes."""
+        return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=False)
+
     def _command(self, command: str, health_port: int, *arguments: str) -> list[str]:
         common = ("--keys-dir", str(self.keys_dir), "--health-port", str(health_port), "--log-level", "error")
         return ["-m", COORDINATOR_MODULE, command, *arguments, *common]

@@ -31,7 +31,14 @@ if TYPE_CHECKING:
     show_default=True,
     help="Refuse a model of another format.",
 )
-@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch", show_default=True)
+@click.option(
+    "--executor",
+    type=click.Choice(["torch", "echo"]),
+    default="torch",
+    show_default=True,
+    envvar="MEGATRON_ENGINE_EXECUTOR",
+    help="echo answers with a hash of the prompt, without a model: for tests and benchmarks.",
+)
 @click.option(
     "--device",
     type=click.Choice(["auto", "cpu", "cuda"]),

@@ -1,0 +1,147 @@
+"""A whole installation on loopback: a coordinator with keys, two echo engines and an OpenAI server with API keys."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from eventually import LONG_SECONDS, eventually
+from fleet import Fleet, Process, free_ports, until_serving
+
+WELL_BEHAVED_KEY, HOSTILE_KEY = "well-behaved-key", "hostile-key"
+MODEL = "smollm2-135m"
+ENGINES = ("engine-0", "engine-1")
+STEP_SECONDS = 0.02
+MAX_REQUESTS = 32
+MAX_SEQUENCE_LENGTH = 4096
+
+
+@dataclass(frozen=True)
+class Window:
+    """What eight well-behaved streams noticed during a period. longest_wait: seconds."""
+
+    longest_wait: float
+    tokens: int
+    answers: int
+    failures: list[str]
+
+
+class Streams:
+    """The program watched_streams.py."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+
+    @classmethod
+    async def start(cls, url: str) -> Streams:
+        script = Path(__file__).with_name("watched_streams.py")
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, str(script), url, WELL_BEHAVED_KEY, MODEL),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+        )
+        streams = cls(process)
+        await streams._next()
+        return streams
+
+    async def window(self) -> Window:
+        """End the present window and begin the next."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"\n")
+        return await self._next()
+
+    async def _next(self) -> Window:
+        assert self._process.stdout is not None
+        line = await asyncio.wait_for(self._process.stdout.readline(), LONG_SECONDS)
+        return Window(**json.loads(line))
+
+    async def close(self) -> None:
+        self._process.kill()
+        await self._process.wait()
+
+
+class Stack:
+    """Started engines are restarted when they exit, as a StatefulSet does; `exits` lists them."""
+
+    def __init__(self, directory: Path) -> None:
+        self.fleet = Fleet(directory)
+        self._directory = directory
+        self.exits: list[str] = []
+        self.url = ""
+        self._supervisors: list[asyncio.Task[None]] = []
+
+    async def start(self, *engine_arguments: str) -> None:
+        self.coordinator = await self.fleet.coordinator()
+        for name in ENGINES:
+            self._supervisors.append(asyncio.create_task(self._keep_running(name, engine_arguments)))
+        link = await self.fleet.admin()
+        await until_serving(link, ENGINES)
+        keys_file = self._directory / "api-keys"
+        keys_file.write_text(f"{WELL_BEHAVED_KEY}\n{HOSTILE_KEY}\n")
+        (port,) = free_ports(1)
+        self.url = f"http://127.0.0.1:{port}"
+        self.server = self.fleet.start_command(
+            *("server", "--coordinator", f"127.0.0.1:{self.fleet.client_port}", "--host", "127.0.0.1"),
+            *("--port", str(port), "--api-keys-file", str(keys_file), "--keys-dir", str(self.fleet.keys_dir)),
+            *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--log-level", "error"),
+        )
+        await eventually(self.is_ready, what="the server is ready")
+
+    async def _keep_running(self, name: str, arguments: tuple[str, ...]) -> None:
+        while True:
+            engine = await self.fleet.engine(
+                name,
+                *("--max-requests", str(MAX_REQUESTS), "--kv-cache-memory", "16Mi"),
+                *("--max-sequence-length", str(MAX_SEQUENCE_LENGTH), "--echo-step-seconds", str(STEP_SECONDS)),
+                *arguments,
+            )
+            code = await engine.ended()
+            self.exits.append(f"{name}: {code}")
+
+    async def is_ready(self) -> bool:
+        try:
+            async with httpx.AsyncClient() as http:
+                return (await http.get(f"{self.url}/readyz")).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    def hostile_client(self) -> httpx.AsyncClient:
+        return httpx.AsyncClient(
+            base_url=self.url, timeout=LONG_SECONDS, headers={"authorization": f"Bearer {HOSTILE_KEY}"}
+        )
+
+    @property
+    def processes(self) -> dict[str, Process]:
+        """Those that must not end."""
+        return {"coordinator": self.coordinator, "server": self.server, **self.fleet.engines}
+
+    def memory(self) -> dict[str, int]:
+        """Resident bytes of each process and its children."""
+
+        def resident(process: psutil.Process) -> int:
+            try:
+                return int(process.memory_info().rss)
+            except psutil.NoSuchProcess:
+                return 0
+
+        sizes = {}
+        for name, process in self.processes.items():
+            root = psutil.Process(process.pid)
+            sizes[name] = sum(map(resident, [root, *root.children(recursive=True)]))
+        return sizes
+
+    async def close(self) -> None:
+        for supervisor in self._supervisors:
+            supervisor.cancel()
+        await asyncio.gather(*self._supervisors, return_exceptions=True)
+        await self.fleet.close()
+
+
+Attack = Callable[[Stack], Any]

@@ -1,0 +1,306 @@
+"""Hostile input from one client while eight well-behaved streams run: no stream fails or stalls, no process ends.
+
+All attacks run against one installation, one after the other. The longest wait is compared with that of an undisturbed
+run on the same machine. The exact values are printed at the end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import httpx
+import msgpack
+import pytest
+import pytest_asyncio
+import zmq
+from eventually import LONG_SECONDS
+from soak import size
+
+from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.wire.messages import Hello
+
+from .stack import ENGINES, MODEL, STEP_SECONDS, Attack, Stack, Streams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+MIB = 1 << 20
+MEMORY_BOUNDS = {"coordinator": 256 * MIB, "server": 768 * MIB, **dict.fromkeys(ENGINES, 1024 * MIB)}
+"""Resident memory of each process with its helper processes."""
+UNDISTURBED_SECONDS = 4.0
+LONGEST_WAIT_MULTIPLE = 20
+"""Of the longest undisturbed wait, which is a few steps: about 1 s on an idle machine."""
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def stack(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("hostile"))
+    try:
+        await stack.start()
+        yield stack
+    finally:
+        await stack.close()
+
+
+async def _post(http: httpx.AsyncClient, path: str, body: bytes | dict[str, Any], **headers: str) -> httpx.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    return await http.post(path, content=content, headers={"content-type": "application/json", **headers})
+
+
+def _must_be_openai_error(response: httpx.Response, *statuses: int) -> None:
+    assert response.status_code in statuses, f"HTTP {response.status_code}: {response.text[:500]}"
+    error = response.json()["error"]
+    assert error["message"]
+    assert "Traceback" not in response.text
+
+
+def _completion(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": "Hello", "max_tokens": 4, **fields}
+
+
+def _chat(**fields: Any) -> dict[str, Any]:
+    return {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4, **fields}
+
+
+async def chained_grammar_rules(stack: Stack) -> None:
+    rules = ["start: r0", *(f"r{number}: r{number + 1}" for number in range(2800)), 'r2800: "a"']
+    async with stack.hostile_client() as http:
+        for _ in range(4):
+            response = await _post(http, "/v1/completions", _completion(guided_grammar="\n".join(rules)))
+            _must_be_openai_error(response, 400)
+
+
+async def chained_schema_definitions(stack: Stack) -> None:
+    definitions: dict[str, Any] = {f"d{number}": {"$ref": f"#/$defs/d{number + 1}"} for number in range(1200)}
+    definitions["d1200"] = {"type": "integer"}
+    schema = {"$ref": "#/$defs/d0", "$defs": definitions}
+    async with stack.hostile_client() as http:
+        for _ in range(4):
+            _must_be_openai_error(await _post(http, "/v1/completions", _completion(guided_json=schema)), 400)
+
+
+async def slow_grammars(stack: Stack) -> None:
+    """Valid grammars that take long to compile or to match; each differs, so that none is cached."""
+    async with stack.hostile_client() as http:
+
+        async def one(number: int) -> None:
+            pattern = f"({number}|" + "|".join(f"[a-z]{{1,{bound}}}x{bound}" for bound in range(60, 160)) + ")*"
+            response = await _post(http, "/v1/completions", _completion(guided_regex=pattern))
+            assert response.status_code in (200, 400), response.text[:500]
+
+        await asyncio.gather(*(one(number) for number in range(12)))
+
+
+async def many_stop_tokens(stack: Stack) -> None:
+    prompts = ["a"] * 1024
+    async with stack.hostile_client() as http:
+        for count in (10_000, 1_900_000):
+            body = _completion(prompt=prompts, stop_token_ids=[1] * count)
+            _must_be_openai_error(await _post(http, "/v1/completions", body), 400, 413)
+
+
+async def longest_lists_allowed(stack: Stack) -> None:
+    """Every list of the request at its documented maximum, with as many choices as are allowed."""
+    body = _completion(
+        prompt=["a"] * 1024,
+        max_tokens=1,
+        stop=[f"{number:->1000}" for number in range(64)],
+        logit_bias={str(token): 1 for token in range(1, 1000)},
+    )
+    async with stack.hostile_client() as http:
+        for _ in range(2):
+            response = await _post(http, "/v1/completions", body)
+            assert response.status_code in (200, 400, 429), response.text[:500]
+
+
+async def megabytes_of_prompt(stack: Stack) -> None:
+    words = json.dumps(_completion(prompt="word " * 700_000)).encode()
+    one_word = json.dumps(_completion(prompt="w" * 3_500_000)).encode()
+    async with stack.hostile_client() as http:
+        for response in await asyncio.gather(
+            *(_post(http, "/v1/completions", words if number % 2 else one_word) for number in range(12))
+        ):
+            _must_be_openai_error(response, 400, 413, 429, 503)
+
+
+async def sixty_thousand_messages(stack: Stack) -> None:
+    body = json.dumps(_chat(messages=[{"role": "user", "content": "a"}] * 60_000)).encode()
+    async with stack.hostile_client() as http:
+        for response in await asyncio.gather(*(_post(http, "/v1/chat/completions", body) for _ in range(4))):
+            _must_be_openai_error(response, 400)
+
+
+async def nested_json(stack: Stack) -> None:
+    depth = 100_000
+    bodies = [
+        b'{"model": "m", "prompt": ' + b"[" * depth + b"]" * depth + b"}",
+        b'{"a":' * depth + b"1" + b"}" * depth,
+        json.dumps(_completion(guided_json="[" * depth + "]" * depth)).encode(),
+        json.dumps(_completion(guided_json='{"a":' * 5000 + "1" + "}" * 5000)).encode(),
+    ]
+    async with stack.hostile_client() as http:
+        for body in bodies:
+            _must_be_openai_error(await _post(http, "/v1/completions", body), 400)
+
+
+async def other_content_types(stack: Stack) -> None:
+    body = json.dumps(_completion()).encode()
+    async with stack.hostile_client() as http:
+        for content_type in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"):
+            response = await _post(http, "/v1/completions", body, **{"content-type": content_type})
+            _must_be_openai_error(response, 415)
+
+
+async def malformed_http(stack: Stack) -> None:
+    host, port = stack.url.removeprefix("http://").split(":")
+    for raw in (
+        b"NOT HTTP AT ALL\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-length: -1\r\n\r\n",
+        b"GET / HTTP/1.1\r\nhost: a\r\nbad header\r\n\r\n",
+        b"POST /v1/completions HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\nZZ\r\n",
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(raw)
+        answer = await asyncio.wait_for(reader.read(), LONG_SECONDS)
+        writer.close()
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith((b"HTTP/1.1 400", b"HTTP/1.1 401")), (raw, answer)
+        assert json.loads(body)["error"]["message"], (raw, answer)
+
+
+async def slow_connections(stack: Stack) -> None:
+    """Connections that send their headers, or their body, a byte at a time; none may keep others out."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+    begun_body = head + b"content-type: application/json\r\ncontent-length: 100000\r\n\r\n{"
+    writers = []
+    for number in range(200):
+        with contextlib.suppress(OSError):
+            _, writer = await asyncio.open_connection(host, int(port))
+            writer.write(head if number % 2 else begun_body)
+            writers.append(writer)
+    for _ in range(20):
+        for writer in writers:
+            writer.write(b"x")
+        await asyncio.sleep(0.1)
+    async with stack.hostile_client() as http:
+        assert (await _post(http, "/v1/completions", _completion())).status_code == 200
+    for writer in writers:
+        writer.close()
+
+
+async def message_bombs(stack: Stack) -> None:
+    """Frames within the limit of size that unpack into millions of objects, sent with a client's own keys."""
+    bombs = [
+        msgpack.packb([int(Header.SUBMIT), [0] * (8 * MIB - 64)]),
+        b"\x92" + msgpack.packb(int(Header.SUBMIT)) + b"\x91" * (8 * MIB - 64) + b"\xc0",
+        msgpack.packb([int(Header.HELLO), {"role": 0, "name": [[[]] * 1000] * 2700}]),
+        msgpack.packb([int(Header.STATUS), {str(number): {} for number in range(600_000)}]),
+    ]
+    context = zmq.Context()
+    try:
+        for bomb in bombs:
+            assert len(bomb) <= 8 * MIB
+            attacker = context.socket(zmq.DEALER)
+            attacker.setsockopt(zmq.LINGER, 0)
+            stack.fleet.keys(Role.CLIENT).apply(attacker)
+            attacker.connect(f"tcp://127.0.0.1:{stack.fleet.client_port}")
+            attacker.send_multipart(Hello(role=Role.CLIENT, name="attacker", incarnation=1).to_frames())
+            for _ in range(3):
+                attacker.send(bomb)
+            # The connection may be closed; a STATUS on another one shows that the frames were read.
+        link = await stack.fleet.admin()
+        await link.status(timeout_seconds=LONG_SECONDS)
+        await asyncio.sleep(1)
+    finally:
+        context.destroy(linger=0)
+
+
+async def hundreds_of_long_requests(stack: Stack) -> None:
+    """More than all engines run at once, from one API key; the sender closes its connections at the end."""
+    async with httpx.AsyncClient(
+        base_url=stack.url,
+        timeout=LONG_SECONDS,
+        headers={"authorization": "Bearer hostile-key"},
+        limits=httpx.Limits(max_connections=None),
+    ) as http:
+        requests = [
+            asyncio.create_task(_post(http, "/v1/completions", _completion(max_tokens=3000, ignore_eos=True)))
+            for _ in range(300)
+        ]
+        done, _ = await asyncio.wait(requests, timeout=5)
+        assert all(task.result().status_code in (200, 429) for task in done)
+        for task in requests:
+            task.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+
+
+async def connections_that_never_read(stack: Stack) -> None:
+    """Streams whose client stops reading."""
+    host, port = stack.url.removeprefix("http://").split(":")
+    body = json.dumps(_completion(max_tokens=2000, stream=True, ignore_eos=True)).encode()
+    head = (
+        f"POST /v1/completions HTTP/1.1\r\nhost: {host}:{port}\r\nauthorization: Bearer hostile-key\r\n"
+        f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    ).encode()
+    sockets = []
+    for _ in range(50):
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect((host, int(port)))
+        connection.sendall(head + body)
+        sockets.append(connection)
+    await asyncio.sleep(3)
+    for connection in sockets:
+        connection.close()
+
+
+ATTACKS: tuple[Attack, ...] = (
+    chained_grammar_rules,
+    chained_schema_definitions,
+    slow_grammars,
+    many_stop_tokens,
+    longest_lists_allowed,
+    megabytes_of_prompt,
+    sixty_thousand_messages,
+    nested_json,
+    other_content_types,
+    malformed_http,
+    slow_connections,
+    message_bombs,
+    hundreds_of_long_requests,
+    connections_that_never_read,
+)
+
+
+@pytest.mark.parametrize("attack", ATTACKS, ids=lambda attack: attack.__name__)
+async def test_streams_of_others_go_on(
+    stack: Stack, attack: Callable[[Stack], Awaitable[None]], report: Callable[[str], None]
+) -> None:
+    before = {name: process.pid for name, process in stack.processes.items()}
+    exits = list(stack.exits)
+    streams = await Streams.start(stack.url)
+    try:
+        await asyncio.sleep(UNDISTURBED_SECONDS / 4)
+        undisturbed = await streams.window()
+        for _ in range(size(1, soak=5)):
+            await attack(stack)
+        disturbed = await streams.window()
+        largest = stack.memory()
+    finally:
+        await streams.close()
+    sizes = ", ".join(f"{name} {memory // MIB} MiB" for name, memory in largest.items())
+    waits = f"longest wait {disturbed.longest_wait:.2f} s, undisturbed {undisturbed.longest_wait:.2f} s"
+    report(f"{attack.__name__}: {waits}; {sizes}")
+    assert disturbed.failures == []
+    assert stack.exits == exits, "an engine ended"
+    assert {name: process.pid for name, process in stack.processes.items()} == before
+    assert all(process.running for process in stack.processes.values())
+    allowed = LONGEST_WAIT_MULTIPLE * max(undisturbed.longest_wait, 2 * STEP_SECONDS)
+    assert disturbed.longest_wait < allowed, "a well-behaved stream stalled"
+    for name, memory in largest.items():
+        assert memory < MEMORY_BOUNDS[name], f"{name} takes {memory // MIB} MiB"
