@@ -117,7 +117,8 @@ class MortalTask:
             try:
                 return await self._task.run()
             except KilledError:
-                await self._elector.raise_term(above=self._elector.term)
+                async with self._elector._swap:
+                    await self._elector._write(term=self._elector.term + 1)
                 self._task = self._make()
 
 
