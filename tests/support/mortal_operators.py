@@ -73,8 +73,8 @@ class MortalApi(KubeApi):
 
 
 class MortalLink(CoordinatorLink):
-    def __init__(self, mortality: Mortality, context: Any, **options: Any) -> None:
-        super().__init__(context, **options)
+    def __init__(self, mortality: Mortality, **options: Any) -> None:
+        super().__init__(**options)
         self._mortality = mortality
 
     async def refresh(self, *, expected: bool = False) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from megatron_operator.link.snapshot import printable
 from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.wire.headers import ErrorCode
 from megatron_runtime.wire.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack
@@ -76,7 +77,9 @@ def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
         if answer.code in PASSING:
             return None
         supported = answer.code not in UNSUPPORTED
-        return CanaryReport(revision, ok=False, message=f"{answer.code.name}: {answer.message}", supported=supported)
+        return CanaryReport(
+            revision, ok=False, message=f"{answer.code.name}: {printable(answer.message, 400)}", supported=supported
+        )
     try:
         reply = unpack(answer.reply)
     except MalformedMessageError as error:
@@ -92,7 +95,7 @@ def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
 
 def _fault(canary: Canary, answer: Final, reply: dict[str, Any], *, said: object) -> str | None:
     if reply.get("status") != "COMPLETED":
-        return f"the completion failed: {said!s:.400}"
+        return f"the completion failed: {printable(str(said), 400)}"
     tokens = np.frombuffer(answer.tokens, dtype="<i4")
     if not len(tokens):
         return "the completion is empty"

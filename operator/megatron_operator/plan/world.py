@@ -24,7 +24,7 @@ from megatron_operator.model.states import CoordinatorState, EngineState, KeySta
 from megatron_runtime.wire.limits import MAX_FENCE
 
 MAX_FENCE_JUMP = 1_000_000
-"""A fence that a coordinator reports is followed so far above this leader's: it has seen leaders of an earlier Lease."""
+"""A fence that a coordinator reports is followed so far above this leader's: leaders of an earlier Lease sent it."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
