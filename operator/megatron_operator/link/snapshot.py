@@ -61,7 +61,7 @@ def snapshot_of(
 
 
 def printable(text: str, most: int) -> str:
-    """`text` without control characters or others that do not print, which are escaped, in at most `most` characters."""
+    """`text` in at most `most` characters. Those that do not print, as control characters, are escaped."""
     text = text[:most]
     if not text.isprintable():
         text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
