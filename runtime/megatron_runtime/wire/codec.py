@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
 
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
 Frames: TypeAlias = list[bytes]
 Tokens: TypeAlias = "npt.NDArray[np.int32]"
-_Container = TypeVar("_Container", list[Any], dict[Any, Any])
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,15 +79,15 @@ def unpack(
     most = min(limits.elements, size)
     left, containers = limits.elements, 0
 
-    def count(container: _Container) -> _Container:
+    def count(items: list[Any]) -> list[Any]:
         nonlocal left, containers
-        left -= len(container)
+        left -= len(items)
         containers += 1
         if left < 0 or containers > limits.containers:
             raise MalformedMessageError(
                 f"frame of {size} bytes: want at most {limits.elements} elements in {limits.containers} lists and maps"
             )
-        return container
+        return items
 
     text = size if limits.text_bytes is None else limits.text_bytes
     try:
@@ -99,7 +98,7 @@ def unpack(
             raw=False,
             strict_map_key=False,
             list_hook=count,
-            object_hook=count,
+            object_pairs_hook=lambda pairs: dict(count(pairs)),  # a map would forget how often a key came
             ext_hook=extension or msgpack.ExtType,
             max_array_len=most,
             max_map_len=most,
