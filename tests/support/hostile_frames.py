@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 
 from megatron_runtime.wire.headers import Header
 from megatron_runtime.wire.messages import (
@@ -90,3 +91,51 @@ def _is_a_right(frames: list[bytes]) -> bool:
 def control_frames(kind: Header) -> list[bytes]:
     """A verb as an administrator would send it."""
     return Control(kind=kind, operation_id="not mine to give", fence=1 << 40).to_frames()
+
+
+def _array(size: int) -> bytes:
+    return b"\xdd" + size.to_bytes(4, "big")
+
+
+def _map(size: int) -> bytes:
+    return b"\xdf" + size.to_bytes(4, "big")
+
+
+def _nested(size: int) -> bytes:
+    """Lists of a thousand, in a list of a thousand, in a list."""
+    inner = b"\xdc\x03\xe8" + bytes(1000)
+    middle = b"\xdc\x03\xe8" + inner * 1000
+    count = max(1, size // len(middle))
+    return _array(count) + middle * count
+
+
+def _one_map(size: int) -> bytes:
+    """The same key again and again."""
+    entries = (size - 5) // 2
+    return _map(entries) + b"\x01\xc0" * entries
+
+
+def _maps_of_one_key(size: int) -> bytes:
+    inner = b"\xde\x03\xe8" + b"\x01\xc0" * 1000
+    count = size // len(inner)
+    return _array(count) + inner * count
+
+
+BOMBS: dict[str, Callable[[int], bytes]] = {
+    "numbers": lambda size: _array(size - 5) + bytes(size - 5),
+    "maps": lambda size: _array(size - 5) + b"\x80" * (size - 5),
+    "lists": lambda size: _array(size - 5) + b"\x90" * (size - 5),
+    "texts": lambda size: _array((size - 5) // 2) + b"\xa1x" * ((size - 5) // 2),
+    "lists of lists": _nested,
+    "one map": _one_map,
+    "maps of one key": _maps_of_one_key,
+    "depth": lambda size: b"\x91" * 1000 + _array(size - 1005) + b"\x80" * (size - 1005),
+    "never filled": lambda size: _array(size) * (size // 5),
+    "too deep": lambda size: b"\x91" * size,
+}
+"""Frames of about so many bytes that become many objects, or claim to."""
+
+
+def bombs_of(header: int, size: int) -> list[bytes]:
+    """One message of each kind under `header`: it goes in as its second element."""
+    return [b"\x92" + pack(header) + bomb(size) for bomb in BOMBS.values()]

@@ -73,8 +73,8 @@ class MortalApi(KubeApi):
 
 
 class MortalLink(CoordinatorLink):
-    def __init__(self, mortality: Mortality, context: Any, **options: Any) -> None:
-        super().__init__(context, **options)
+    def __init__(self, mortality: Mortality, **options: Any) -> None:
+        super().__init__(**options)
         self._mortality = mortality
 
     async def refresh(self, *, expected: bool = False) -> Any:
@@ -117,7 +117,8 @@ class MortalTask:
             try:
                 return await self._task.run()
             except KilledError:
-                await self._elector.raise_term(above=self._elector.term)
+                async with self._elector._swap:
+                    await self._elector._write(term=self._elector.term + 1)
                 self._task = self._make()
 
 

@@ -46,7 +46,6 @@ from megatron_operator.plan.world import (
     KeysInUse,
     KeysView,
     OperationReport,
-    RaiseFence,
     Refusal,
     ResourceView,
     RotateKeys,
@@ -189,7 +188,7 @@ class Cluster:
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
         self.now = START
-        self.fence = 1
+        self.term = 1
         self.ids = itertools.count(1)
         self.uids = itertools.count(1)
         self.events: list[EmitEvent] = []
@@ -229,7 +228,7 @@ class Cluster:
             settings=self.settings,
             now=self.now,
             new_operation_id=f"op-{next(self.ids)}",
-            fence=self.fence,
+            term=self.term,
             children=views,
             pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
             coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
@@ -306,8 +305,6 @@ class Cluster:
             report = CanaryReport(action.revision, ok=not wrong, message="log-prob nan" if wrong else "")
             self.coordinator.canaries[action.engine] = report
             self.asked.append(action.engine)
-        elif isinstance(action, RaiseFence):
-            self.fence = action.above + 1
         else:
             self.events.append(action)
 

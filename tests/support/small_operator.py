@@ -234,9 +234,6 @@ class Leader:
     def check(self) -> None:
         pass
 
-    async def raise_term(self, *, above: int) -> None:
-        self.term = above + 1
-
 
 def new_operator(
     api: PlayedApi,

@@ -1,9 +1,10 @@
-"""Leadership by a Lease whose every acquisition has a number: the term, which is the fence of all signals.
+"""Leadership by a Lease whose every acquisition has a number: the term, from which the fences of signals are made.
 
 Safety does not rest on clocks of different machines. A holder counts its own lease as lost `renew_deadline` after the
 last renewal *began*, on its own monotonic clock; a challenger counts it as free `duration` after it last *saw* the
-lease change, on its own monotonic clock. The term only grows, by compare-and-swap, so that whatever an old leader may
-still have in flight is refused by every coordinator that a newer one has spoken to.
+lease change, on its own monotonic clock. The term only grows, by one and by compare-and-swap, so that whatever an old
+leader may still have in flight is refused by every coordinator that a newer one has spoken to. Nothing that a
+coordinator says changes it.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from megatron_operator.render.context import FIELD_MANAGER
 logger = logging.getLogger(__name__)
 
 TERM_ANNOTATION = f"{GROUP}/term"
+MAX_TERM = 1 << 32
+"""A Lease is not acquired so often: a term above it was not counted up to, and counting begins again."""
 
 
 class LeadershipLostError(RuntimeError):
@@ -112,14 +115,6 @@ class Elector:
                 if error.conflict or error.not_found:
                     await self._reread()
             self.check()
-
-    async def raise_term(self, *, above: int) -> int:
-        """Let the term jump over a fence that some coordinator has seen from a lease that is no more."""
-        async with self._swap:
-            if self.term <= above:
-                await self._write(term=above + 1)
-                logger.info("term raised", extra={"term": self.term, "above": above})
-        return self.term
 
     async def release(self) -> None:
         """Give the lease back, so that a successor need not wait for it to expire. Best effort."""
@@ -220,7 +215,15 @@ class Elector:
 
 def _term(lease: Object) -> int:
     annotations = lease["metadata"].get("annotations") or {}
-    return int(annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0)
+    found = annotations.get(TERM_ANNOTATION) or (lease.get("spec") or {}).get("leaseTransitions") or 0
+    try:
+        term = int(found)
+    except ValueError:
+        term = -1
+    if 0 <= term <= MAX_TERM:
+        return term
+    logger.warning("the lease's term is not one; counting begins again", extra={"term": str(found)[:80]})
+    return 0
 
 
 def _now() -> str:

@@ -31,7 +31,6 @@ from megatron_operator.plan.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
-    RaiseFence,
     Refusal,
     RotateKeys,
     Signal,
@@ -128,9 +127,6 @@ class Actor:
                 case DeletePods():
                     changed = True
                     await self._delete_pods(action, resource)
-                case RaiseFence():
-                    changed = True
-                    await self._elector.raise_term(above=action.above)
                 case Signal():
                     self._signal(action, resource)
                 case AskCanary():

@@ -11,7 +11,6 @@ import signal
 from collections.abc import Coroutine
 from typing import Any
 
-import zmq
 from kubernetes.aio.client import Configuration
 
 from megatron_operator.cluster.api import ApiError, KubeApi
@@ -137,23 +136,19 @@ class OperatorProcess:
         admin: KeyPair | None = None
         if options.settings.security:
             admin = await ensure_admin_keys(api, writer, namespace=options.settings.operator_namespace)
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        try:
-            while True:
-                supervisor = self._supervisor = Supervisor(
-                    lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, context, admin)
-                )
-                try:
-                    await self._serve(configuration, supervisor, hold)
-                    return 0
-                except WatchesEndedError as error:
-                    logger.warning("watches ended; starting over", extra={"error": str(error)})
-                self._handle_signals()
-                await asyncio.sleep(RESTART_SECONDS)
-                if not await self._unless_stopped(self._await_crd(api)):
-                    return 0
-        finally:
-            context.destroy(linger=0)
+        while True:
+            supervisor = self._supervisor = Supervisor(
+                lambda uid, key, woken: self._make_task(uid, key, woken, api, writer, elector, admin)
+            )
+            try:
+                await self._serve(configuration, supervisor, hold)
+                return 0
+            except WatchesEndedError as error:
+                logger.warning("watches ended; starting over", extra={"error": str(error)})
+            self._handle_signals()
+            await asyncio.sleep(RESTART_SECONDS)
+            if not await self._unless_stopped(self._await_crd(api)):
+                return 0
 
     async def _serve(self, configuration: Configuration, supervisor: Supervisor, hold: asyncio.Task[None]) -> None:
         """Watch and run tasks until told to stop.
@@ -198,13 +193,12 @@ class OperatorProcess:
         api: KubeApi,
         writer: Writer,
         elector: Elector,
-        context: zmq.Context[zmq.Socket[bytes]],
         admin: KeyPair | None,
     ) -> ResourceTask:
         assert self._index is not None, "kopf runs no handler before its startup"
         options = self._options
         cache = ResourceCache(uid=uid, key=key, index=self._index)
-        link = CoordinatorLink(context, on_change=woken.set, timings=options.link)
+        link = CoordinatorLink(on_change=woken.set, timings=options.link)
         observing = ObserverSettings(
             settings=options.settings,
             admin=admin,

@@ -55,7 +55,7 @@ class Metrics:
         )
         self.resources = Gauge("megatron_operator_resources", "Resources being served.", registry=self.registry)
         self.leading = Gauge("megatron_operator_leading", "1 while this process leads.", registry=self.registry)
-        self.term = Gauge("megatron_operator_term", "Term of this leader: its fence.", registry=self.registry)
+        self.term = Gauge("megatron_operator_term", "Term of this leader.", registry=self.registry)
 
     def count_write(self, verb: str, kind: str) -> None:
         self.writes.labels(verb=verb, kind=kind).inc()

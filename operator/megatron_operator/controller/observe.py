@@ -93,7 +93,7 @@ class Observer:
         self,
         resource: SeenResource,
         *,
-        fence: int,
+        term: int,
         refusals: Mapping[ChildRef, Refusal],
         vetted: Mapping[ChildRef, str],
     ) -> World:
@@ -119,7 +119,7 @@ class Observer:
             settings=self._options.settings,
             now=datetime.now(UTC),
             new_operation_id=secrets.token_hex(8),
-            fence=fence,
+            term=term,
             children=self._cache.views(),
             pods=self._cache.pods(),
             coordinator=coordinator,

@@ -142,7 +142,7 @@ class ResourceTask:
         try:
             actor = parts.actor
             world = await parts.observer.world(
-                resource, fence=parts.elector.term, refusals=actor.refusals, vetted=actor.vetted
+                resource, term=parts.elector.term, refusals=actor.refusals, vetted=actor.vetted
             )
         except ValidationError as error:
             return refuse_spec(

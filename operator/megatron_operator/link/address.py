@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_operator.render.context import PORT_ADMIN
+from megatron_runtime.wire.zmtp.dealer import AddressError, host_and_port
 
 Resolver = Callable[[str, str, str], str | None]
 """(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None while there is none."""
@@ -26,7 +27,7 @@ def template_resolver(template: str) -> Resolver:
     """Fills `{name}` and `{namespace}`; without a scheme `tcp://` is meant, without a port the admin port.
 
     Raises:
-        AddressTemplateError: for any other placeholder.
+        AddressTemplateError: for any other placeholder, and for another scheme.
     """
     try:
         template.format(name="name", namespace="namespace")
@@ -42,4 +43,8 @@ def template_resolver(template: str) -> Resolver:
         _, colon, port = address.rpartition(":")
         return f"tcp://{address}" if colon and port.isdigit() else f"tcp://{address}:{PORT_ADMIN}"
 
+    try:
+        host_and_port(str(resolve("name", "namespace", "")))
+    except AddressError as error:
+        raise AddressTemplateError(f"--coordinator-address {template!r}: {error}") from error
     return resolve

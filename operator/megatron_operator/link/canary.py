@@ -5,20 +5,22 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import msgpack
 import numpy as np
 
+from megatron_operator.link.snapshot import printable
 from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import Error, Final, RequestMeta, Submit
+from megatron_runtime.wire.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack
 
 logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
+MOST_TOKENS = 64
+"""An answer that is longer than asked for is wrong, and is not quoted in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
 """Ids that every vocabulary has."""
@@ -65,7 +67,7 @@ def frames_of(canary: Canary) -> list[bytes]:
     prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
     meta = RequestMeta(deadline_ms=int(DEADLINE_SECONDS * 1000), engine=canary.asked.engine)
     params = {"temperature": 0.0, "top_k": 1, "num_tokens_to_generate": NEW_TOKENS, "return_log_probs": True}
-    return list(Submit(canary.uid, meta, prompt, b"", msgpack.packb(params)).to_frames())
+    return list(Submit(canary.uid, meta, prompt, b"", pack(params)).to_frames())
 
 
 def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
@@ -75,27 +77,42 @@ def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
         if answer.code in PASSING:
             return None
         supported = answer.code not in UNSUPPORTED
-        return CanaryReport(revision, ok=False, message=f"{answer.code.name}: {answer.message}", supported=supported)
-    reply = msgpack.unpackb(answer.reply)
-    if (reply.get("error") or {}).get("code") in PASSING:
+        return CanaryReport(
+            revision, ok=False, message=f"{answer.code.name}: {printable(answer.message, 400)}", supported=supported
+        )
+    try:
+        reply = unpack(answer.reply)
+    except MalformedMessageError as error:
+        return CanaryReport(revision, ok=False, message=f"the completion cannot be read: {error}")
+    reply = reply if isinstance(reply, dict) else {}
+    error = reply.get("error")
+    reason = error if isinstance(error, dict) else {}
+    if reason.get("code") in list(PASSING):
         return None
-    fault = _fault(canary, answer, reply)
+    fault = _fault(canary, answer, reply, said=reason.get("message", "without a reason"))
     return CanaryReport(revision, ok=fault is None, message=fault or "")
 
 
-def _fault(canary: Canary, answer: Final, reply: dict[str, Any]) -> str | None:
+def _fault(canary: Canary, answer: Final, reply: dict[str, Any], *, said: object) -> str | None:
     if reply.get("status") != "COMPLETED":
-        return f"the completion failed: {(reply.get('error') or {}).get('message', 'without a reason')}"
+        return f"the completion failed: {printable(str(said), 400)}"
     tokens = np.frombuffer(answer.tokens, dtype="<i4")
-    log_probs: Sequence[float] = reply.get("generated_log_probs") or ()
     if not len(tokens):
         return "the completion is empty"
-    if len(log_probs) != len(tokens) or not all(math.isfinite(value) for value in log_probs):
-        return f"log-probabilities {list(log_probs)} of {len(tokens)} tokens; each token must have a finite one"
+    if len(tokens) > MOST_TOKENS:
+        return f"{len(tokens)} tokens where {NEW_TOKENS} were asked for"
+    found = reply.get("generated_log_probs")
+    log_probs = found if isinstance(found, list) else []
+    if len(log_probs) != len(tokens) or not all(_is_finite(value) for value in log_probs):
+        return f"log-probabilities {log_probs!r:.200} of {len(tokens)} tokens; each token must have a finite one"
     known = KNOWN.get(canary.asked.model)
     if known is not None and tuple(tokens.tolist()) != known.tokens:
         return f"tokens {tokens.tolist()} where this model says {list(known.tokens)}"
     return None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 class CanaryBook:

@@ -1,6 +1,7 @@
 """One connection to one coordinator's admin port, kept for the life of its resource.
 
 It says HELLO until it is known, asks STATUS on a timer, and reopens its socket when the coordinator falls silent.
+The coordinator may be of any image: what it sends is bounded in bytes and in number, and is dropped when malformed.
 Whatever is worth a decision (reached, lost, changed, a signal answered) is told by `on_change`; nothing here decides.
 Nothing blocks: a signal is handed to the socket or refused at once, and its answer arrives by itself.
 """
@@ -14,13 +15,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import zmq
-
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.signals import SignalBook
-from megatron_operator.link.snapshot import snapshot_of, without_traffic
+from megatron_operator.link.snapshot import printable, snapshot_of, without_traffic
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
-from megatron_runtime.wire.event_socket import EventSocket
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
     Control,
@@ -38,6 +37,7 @@ from megatron_runtime.wire.messages import (
     decode,
 )
 from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.wire.zmtp.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ PEER_NAME = "megatron-operator"
 """All operators bear one name: a new leader's HELLO replaces the old one's registration."""
 DEFAULT_SIGNAL_SECONDS = 60.0
 GOODBYE_LINGER_MS = 200
+MAX_MESSAGES_A_SECOND = 500
+MAX_BYTES_A_SECOND = 8 << 20
+"""A coordinator that sends more is cut off for `flood_pause`: reading it would hold up other resources."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class LinkTimings:
     was refused, and the coordinator may have learnt of the key since."""
     ack_margin: float = 5.0
     """Added to a signal's own deadline before it counts as unanswered."""
+    flood_pause: float = 10.0
+    """For which a coordinator that sends too much is not connected to."""
 
 
 class CoordinatorLink:
@@ -78,19 +83,17 @@ class CoordinatorLink:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         *,
         on_change: Callable[[], None],
         timings: LinkTimings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._context = context
         self._on_change = on_change
         self._timings = timings or LinkTimings()
         self._clock = clock
         self._address: str | None = None
         self._keys: PeerKeys | None = None
-        self._socket: EventSocket | None = None
+        self._socket: Dealer | None = None
         self._task: asyncio.Task[None] | None = None
         self._registered = asyncio.Event()
         self._answered = asyncio.Event()
@@ -110,6 +113,11 @@ class CoordinatorLink:
         self._coordinator = 0
         self._pointed_at = 0.0
         self._expected = False
+        self._fault = ""
+        """What was wrong with the last message that could not be read."""
+        self._muted_until = 0.0
+        self._second = (0.0, 0, 0)
+        """Of what came: when it was last counted from zero, messages and bytes since."""
 
     def point_to(self, address: str | None, keys: PeerKeys | None) -> None:
         """Connect there; does nothing when that is where it points already. None disconnects."""
@@ -165,7 +173,7 @@ class CoordinatorLink:
         if not self._registered.is_set():
             return self.snapshot
         if not await self._ask(self._timings.refresh_timeout):
-            return CoordinatorSnapshot(error=f"no answer from {self._address}")
+            return CoordinatorSnapshot(error=self._no_answer())
         return self.snapshot
 
     async def _first_contact(self) -> None:
@@ -221,21 +229,19 @@ class CoordinatorLink:
 
     def _open_socket(self) -> None:
         assert self._address is not None
-        socket = self._context.socket(zmq.DEALER)
-        # A frame is queued only on a completed connection: no signal is delivered after the moment it was meant for.
-        socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.LINGER, 0)
-        socket.setsockopt(zmq.RECONNECT_IVL, 100)
-        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        socket.setsockopt(zmq.CONNECT_TIMEOUT, 3000)
-        socket.setsockopt(zmq.HANDSHAKE_IVL, 3000)
-        if self._keys is not None:
-            self._keys.apply(socket, attempt=self._attempts)
-            self._attempts += 1
+        if self._clock() < self._muted_until:
+            return
         self._opened_at = self._clock()
-        socket.connect(self._address)
         self._incarnation = secrets.randbits(64)
-        self._socket = EventSocket(socket, self._receive)
+        # It sends on a completed connection only: no signal is delivered after the moment it was meant for.
+        self._socket = Dealer(
+            self._address,
+            self._receive,
+            keys=self._keys,
+            attempt=self._attempts,
+            max_message_bytes=limits.MAX_ADMIN_MESSAGE_BYTES,
+        )
+        self._attempts += 1
         self._socket.start()
 
     def _close_socket(self, error: str, *, linger_ms: int = 0) -> None:
@@ -276,7 +282,7 @@ class CoordinatorLink:
                 retry = self._timings.hello_retry
                 await self._poll_once()
                 continue
-            self._try_keys_again()
+            self._try_again()
             self._say_hello()
             try:
                 async with asyncio.timeout(retry):
@@ -284,20 +290,30 @@ class CoordinatorLink:
             except TimeoutError:
                 retry = min(2 * retry, self._timings.hello_retry_max)
 
-    def _try_keys_again(self) -> None:
-        """While the coordinator's key is rotated it may be either; a connection with the wrong one never comes up."""
-        if self._keys is None or self._socket is None:
+    def _try_again(self) -> None:
+        """While the coordinator's key is rotated it may be either; a connection with the wrong one never comes up. One
+        that sent too much is connected to again after a pause."""
+        if self._address is None:
+            return
+        if self._socket is None:
+            self._open_socket()
+            return
+        if self._keys is None:
             return
         patience = self._timings.other_key if self._keys.other_server_publics else self._timings.refused_key
         if self._clock() - self._opened_at > patience:
-            self._close_socket(f"no answer from {self._address}")
+            self._close_socket(self._no_answer())
             self._open_socket()
+
+    def _no_answer(self) -> str:
+        fault = f"; what it sends cannot be read: {self._fault}" if self._fault else ""
+        return f"no answer from {self._address}{fault}"
 
     async def _poll_once(self) -> None:
         """One STATUS, then a pause that a signal cuts short."""
         if not await self._ask(self._timings.answer_timeout):
             if self._registered.is_set() and self._address is not None:
-                self._close_socket(f"no answer from {self._address}")
+                self._close_socket(self._no_answer())
                 self._open_socket()
             return
         if self._signals.drop_overdue():
@@ -328,11 +344,28 @@ class CoordinatorLink:
             return False
         return True
 
+    def _floods(self, frames: list[bytes]) -> bool:
+        """Count what came. Whether it is more than may come in a second."""
+        since, messages, size = self._second
+        now = self._clock()
+        if now - since >= 1.0:
+            since, messages, size = now, 0, 0
+        self._second = since, messages + 1, size + sum(map(len, frames))
+        return messages >= MAX_MESSAGES_A_SECOND or self._second[2] > MAX_BYTES_A_SECOND
+
     def _receive(self, frames: list[bytes]) -> None:
+        if self._floods(frames):
+            self._fault = f"more than {MAX_MESSAGES_A_SECOND} messages or {MAX_BYTES_A_SECOND} bytes in a second"
+            self._muted_until = self._clock() + self._timings.flood_pause
+            logger.warning("coordinator cut off", extra={"address": self._address, "error": self._fault})
+            self._close_socket(self._no_answer())
+            return
         try:
             message = decode(frames)
         except MalformedMessageError as error:
-            logger.warning("malformed answer dropped", extra={"address": self._address, "error": str(error)})
+            if not self._fault:  # once, until it is read again
+                logger.warning("malformed answer dropped", extra={"address": self._address, "error": str(error)})
+            self._fault = str(error)[:400]
             return
         match message:
             case HelloAck():
@@ -356,7 +389,11 @@ class CoordinatorLink:
                     self._on_canary(message, None)
                 logger.warning(
                     "coordinator refused a message",
-                    extra={"address": self._address, "code": message.code.name, "error": message.message},
+                    extra={
+                        "address": self._address,
+                        "code": message.code.name,
+                        "error": printable(message.message, 400),
+                    },
                 )
 
     def _on_canary(self, answer: Final | Error, uid: bytes | None) -> None:
@@ -380,6 +417,7 @@ class CoordinatorLink:
     def _on_status(self, reply: StatusReply) -> None:
         before = without_traffic(self.snapshot)
         self._reply = reply
+        self._fault = ""
         if self._busy_at is None or reply.queued or any(engine.in_flight for engine in reply.engines):
             self._busy_at = self._clock()
         self._answers = min(self._answers + 1, self._asked)
@@ -394,6 +432,11 @@ class CoordinatorLink:
         self._signals.answered(ack)
         logger.info(
             "signal answered",
-            extra={"operation_id": ack.operation_id, "ok": ack.ok, "code": ack.code, "error": ack.error},
+            extra={
+                "operation_id": printable(ack.operation_id, 64),
+                "ok": ack.ok,
+                "code": ack.code,
+                "error": printable(ack.error or "", 400),
+            },
         )
         self._on_change()

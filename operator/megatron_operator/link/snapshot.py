@@ -1,4 +1,8 @@
-"""From a coordinator's answers to the snapshot that decisions are made from."""
+"""From a coordinator's answers to the snapshot that decisions are made from.
+
+A coordinator may be of any image: its texts are cut, and what does not print in them is escaped, before they can reach
+a status, a log or a terminal.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,10 @@ from megatron_operator.model.states import CoordinatorState, OperationOutcome, S
 from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, KeysInUse, OperationReport
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
+
+NAME_CHARACTERS = 128
+MESSAGE_CHARACTERS = 1024
+NAMES_TOLD = 8
 
 
 def snapshot_of(
@@ -31,13 +39,13 @@ def snapshot_of(
         operations=operations,
         engines=tuple(
             EngineReport(
-                name=engine.name,
-                identity=engine.name,
+                name=printable(engine.name, NAME_CHARACTERS),
+                identity=printable(engine.name, NAME_CHARACTERS),
                 state=engine.state,
-                revision=engine.revision,
+                revision=printable(engine.revision, NAME_CHARACTERS),
                 epoch=engine.epoch,
                 ranks=engine.ranks,
-                digest=engine.digest,
+                digest=printable(engine.digest, NAME_CHARACTERS),
                 in_flight=engine.in_flight,
                 draining=engine.draining,
                 serving=engine.serving,
@@ -50,6 +58,14 @@ def snapshot_of(
         keys=_keys(reply),
         drained_all=reply.drained_all,
     )
+
+
+def printable(text: str, most: int) -> str:
+    """`text` in at most `most` characters. Those that do not print, as control characters, are escaped."""
+    text = text[:most]
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+    return text[:most]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
@@ -75,7 +91,9 @@ def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
 def _operation(operation: Operation) -> OperationReport:
     message = _words(operation.code, operation.error)
     if operation.evicted:
-        message = f"{message}; removed: {', '.join(operation.evicted)}".removeprefix("; ")
+        names = [printable(name, NAME_CHARACTERS) for name in operation.evicted[:NAMES_TOLD]]
+        more = f" and {len(operation.evicted) - NAMES_TOLD} more" if len(operation.evicted) > NAMES_TOLD else ""
+        message = f"{message}; removed: {', '.join(names)}{more}".removeprefix("; ")
     return OperationReport(
         outcome=OperationOutcome(operation.phase),
         signal=_SIGNALS.get(operation.signal),
@@ -94,8 +112,9 @@ def _keys(reply: StatusReply) -> KeysInUse | None:
 
 
 def _words(code: int | None, error: str | None) -> str:
+    error = printable(error or "", MESSAGE_CHARACTERS)
     if code is None:
-        return error or ""
+        return error
     try:
         name = ErrorCode(code).name
     except ValueError:

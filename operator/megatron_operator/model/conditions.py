@@ -81,7 +81,7 @@ class Reason(Documented):
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server refuses the result."
     CHILD_REFUSED = "ChildRefused", "The API server refuses a child for another reason, such as a quota."
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and belongs to somebody else."
-    STALE_FENCE = "StaleFence", "The coordinator has seen a later leader; this one raises its term first."
+    STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; it is not followed."
     DELETING = "Deleting", "The resource is being deleted; nothing is done to it any more."
     AVAILABLE = "Available", "The part that the condition is about is in order."
     SETTLED = "Settled", "Nothing is left to do."

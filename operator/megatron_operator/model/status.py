@@ -34,7 +34,13 @@ class Lifecycle(ApiModel):
     signal: SignalKind | None = Field(default=None, description="Signal of that operation.")
     engine: str | None = Field(default=None, description="The one engine it is for; all when absent.")
     goal: DesiredState | None = Field(default=None, description="The desired state it serves.")
-    fence: int | None = Field(default=None, description="Term of the leader that started it.")
+    fence: int | None = Field(
+        default=None, description="Fence of its signal: the term of the leader that sent it last, and fenceOffset."
+    )
+    fence_offset: int | None = Field(
+        default=None,
+        description="Added to the leader's term: this resource's coordinator has seen fences of an earlier Lease.",
+    )
     phase: LifecyclePhase | None = Field(default=None, description="How far it has come.")
     confirmed_ranks: int | None = Field(default=None, description="Ranks that confirmed.")
     total_ranks: int | None = Field(default=None, description="Ranks that were asked.")

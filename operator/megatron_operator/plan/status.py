@@ -109,6 +109,8 @@ def _lifecycle(scene: Scene, verdict: Verdict) -> dict[str, Any]:
         "observed": scene.observed.value,
         "requestedAt": scene.requested_at or stamp(scene.world.now),
     }
+    if scene.world.fence_offset:
+        fields["fenceOffset"] = scene.world.fence_offset
     if scene.woken:
         fields["wokenGeneration"] = scene.world.resource.generation
     if verdict.operation is not None:
@@ -269,6 +271,6 @@ def _degraded(scene: Scene, verdict: Verdict) -> Finding:
     found = degradation(scene)
     if found is not None:
         return "True", found[0], found[1]
-    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED):
+    if verdict.reason in (Reason.SIGNAL_FAILED, Reason.CHILD_NOT_OWNED, Reason.CANARY_FAILED, Reason.STALE_FENCE):
         return "True", verdict.reason, verdict.message
     return "False", Reason.ALL_WELL, "nothing is wrong"

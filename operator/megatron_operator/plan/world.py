@@ -21,6 +21,10 @@ from typing import Any
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
+from megatron_runtime.wire.limits import MAX_FENCE
+
+MAX_FENCE_JUMP = 1_000_000
+"""A fence that a coordinator reports is followed so far above this leader's: leaders of an earlier Lease sent it."""
 
 Manifest = dict[str, Any]
 """A Kubernetes object as plain data."""
@@ -200,7 +204,7 @@ class CoordinatorSnapshot:
     state: CoordinatorState = CoordinatorState.RECOVERING
     epoch: int = 0
     fence: int = 0
-    """The highest fence it has seen."""
+    """The highest fence that it says it has seen. Believed within MAX_FENCE_JUMP only."""
     operations: Mapping[str, OperationReport] = field(default_factory=dict)
     engines: tuple[EngineReport, ...] = ()
     queue_length: int = 0
@@ -239,8 +243,8 @@ class World:
     """UTC, with a time zone. The only clock."""
     new_operation_id: str
     """A fresh random id, used if this decision starts an operation."""
-    fence: int = 1
-    """This leader's term."""
+    term: int = 1
+    """This leader's: the number of the Lease's acquisition. The same for all resources."""
     children: Mapping[ChildRef, ChildView] = field(default_factory=dict)
     pods: tuple[PodView, ...] = ()
     coordinator: CoordinatorSnapshot = UNREACHABLE
@@ -251,6 +255,37 @@ class World:
     """Hash of the manifest of each child that the API server last accepted in a dry run asked for by this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
     """Why the pods of a StatefulSet cannot be made, in the words of its last Event; by its name."""
+
+    @property
+    def fence(self) -> int:
+        """What this leader's signals to this resource carry: its term, and the offset of this resource alone.
+
+        A later leader has a higher term, and the offset never falls: it is written with the status, on the version of
+        the resource that it was read from, before a signal leaves. So leaders are ordered at each resource.
+        """
+        return self.term + self.fence_offset
+
+    @property
+    def fence_offset(self) -> int:
+        """That of the status, raised where the coordinator has seen a higher fence, by MAX_FENCE_JUMP at most."""
+        return self._stored_offset + self._jump if self.refused_fence is None else self._stored_offset
+
+    @property
+    def refused_fence(self) -> int | None:
+        """The fence that the coordinator reports, where it is too far above this leader's to be followed."""
+        fence = self.coordinator.fence
+        return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
+
+    @property
+    def _jump(self) -> int:
+        seen = self.coordinator.fence if self.coordinator.reachable else 0
+        own = self.term + self._stored_offset
+        return seen + 1 - own if seen > own else 0
+
+    @property
+    def _stored_offset(self) -> int:
+        stored = (self.resource.status.get("lifecycle") or {}).get("fenceOffset", 0)
+        return stored if isinstance(stored, int) and 0 <= stored <= MAX_FENCE - self.term else 0
 
 
 # --- Actions -------------------------------------------------------------------------------------------------------
@@ -345,13 +380,6 @@ class AskCanary:
 
 
 @dataclass(frozen=True, slots=True)
-class RaiseFence:
-    """The coordinator has seen a higher fence (the Lease was made anew): let the leader's term jump above it."""
-
-    above: int
-
-
-@dataclass(frozen=True, slots=True)
 class EmitEvent:
     """A Kubernetes Event on the custom resource."""
 
@@ -362,7 +390,7 @@ class EmitEvent:
 
 
 OnChildren = CreateKeys | RotateKeys | ApplyChild | VetChild | DeleteChild | DeletePods
-Action = OnChildren | Signal | AskCanary | RaiseFence | EmitEvent
+Action = OnChildren | Signal | AskCanary | EmitEvent
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,11 @@ from megatron_operator.render.context import (
     seal,
     selector,
 )
-from megatron_operator.render.pod import http_probe, keys_args, pod_template
+from megatron_operator.render.pod import bounded_memory, http_probe, keys_args, pod_template
 
 KEYS = ("server.key", "server.pub", "engine.pub", "client.pub", "admin.pub")
+MEMORY_LIMIT = "4Gi"
+"""Open requests take 1 GiB at most (`journal_bytes`); as much again may wait to be sent, or be received."""
 GRACE_SECONDS = 15
 """It exits when nothing is open, or 5 s after SIGTERM."""
 
@@ -50,7 +52,9 @@ def coordinator_deployment(ctx: RenderContext) -> Manifest:
             {"name": "admin", "containerPort": PORT_ADMIN},
             {"name": "health", "containerPort": PORT_HEALTH},
         ],
-        "resources": {"requests": {"cpu": "50m", "memory": "128Mi"}},
+        "resources": bounded_memory(
+            ctx.spec.coordinator.pod_template, COORDINATOR, cpu="50m", request="128Mi", limit=MEMORY_LIMIT
+        ),
         "startupProbe": http_probe("/readyz", periodSeconds=1, failureThreshold=120),
         "readinessProbe": http_probe("/readyz", periodSeconds=5, failureThreshold=2),
         "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),

@@ -91,6 +91,26 @@ def pod_template(
     return merged
 
 
+def bounded_memory(
+    overlay: dict[str, Any] | None, container: str, *, cpu: str, request: str, limit: str
+) -> dict[str, Any]:
+    """The resources of a container whose memory has a limit, so that it never takes that of others on its node.
+
+    A podTemplate that says anything of the container's memory says all of it: a request above our limit would be
+    rejected.
+    """
+    requests = {"cpu": cpu, "memory": request}
+    spec = (overlay or {}).get("spec")
+    containers = spec.get("containers") if isinstance(spec, dict) else None
+    for entry in containers if isinstance(containers, list) else ():
+        resources = entry.get("resources") if isinstance(entry, dict) and entry.get("name") == container else None
+        if isinstance(resources, dict) and any(
+            isinstance(given, dict) and given.get("memory") is not None for given in resources.values()
+        ):
+            return {"requests": requests}
+    return {"requests": requests, "limits": {"memory": limit}}
+
+
 def keys_args(ctx: RenderContext) -> list[str]:
     return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
 

@@ -44,7 +44,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
         "imagePullPolicy": ctx.settings.image_pull_policy,
         "args": ["fetch", f"{repository}@{revision}", target],
         "env": [{"name": "HOME", "value": "/tmp"}, *model_env(ctx)],
-        "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}},
+        "resources": {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"memory": "2Gi"}},
         "securityContext": {
             "allowPrivilegeEscalation": False,
             "capabilities": {"drop": ["ALL"]},

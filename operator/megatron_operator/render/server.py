@@ -22,11 +22,13 @@ from megatron_operator.render.model_source import (
     model_volumes,
     weights_revision,
 )
-from megatron_operator.render.pod import anti_affinity, http_probe, keys_args, pod_template
+from megatron_operator.render.pod import anti_affinity, bounded_memory, http_probe, keys_args, pod_template
 
 KEYS = ("client.key", "client.pub", "server.pub")
 API_KEYS_DIR = "/etc/megatron/api-keys"
 TLS_DIR = "/etc/megatron/tls"
+MEMORY_LIMIT = "4Gi"
+"""A tokenizer takes up to some hundred MB; the rest is for requests that are held and streams that are read slowly."""
 HELD_SECONDS = 30
 """A front end holds requests for so long while no coordinator answers."""
 
@@ -71,7 +73,7 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         "args": server_args(ctx),
         "env": model_env(ctx),
         "ports": [{"name": scheme, "containerPort": PORT_HTTP}],
-        "resources": {"requests": {"cpu": "50m", "memory": "256Mi"}},
+        "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request="256Mi", limit=MEMORY_LIMIT),
         "startupProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=1, failureThreshold=300),
         # Not ready while no coordinator answers; but for so long requests are held, and new ones have to get in.
         "readinessProbe": http_probe(

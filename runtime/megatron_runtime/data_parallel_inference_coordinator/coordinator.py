@@ -33,6 +33,8 @@ from megatron_runtime.data_parallel_inference_coordinator.transport import (
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
+    CONTROL,
+    PLAIN,
     Error,
     Frames,
     Heartbeat,
@@ -206,7 +208,7 @@ class Coordinator:
     def receive(self, peer: PeerId, frames: Frames) -> None:
         """A message arrived. Nothing that anyone sends raises here."""
         try:
-            self._handle(peer, decode(frames), frames)
+            self._handle(peer, decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL), frames)
         except MalformedMessageError as error:
             self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
 

@@ -10,6 +10,8 @@ from typing import Any, TypeAlias
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import (
+    PARAMETERS,
+    PLAIN,
     Dispatch,
     Final,
     Frames,
@@ -18,6 +20,7 @@ from megatron_runtime.wire.messages import (
     PartialEntry,
     RequestMeta,
     pack,
+    shown,
     tokens_from_bytes,
     tokens_to_bytes,
     unpack,
@@ -60,14 +63,19 @@ def read_submit(items: list[Any]) -> PlainSubmit:
 
 
 def _check_tokens(tokens: list[Any]) -> None:
+    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _MAX_TOKEN):
+        return  # a list may have a million: nothing in Python runs for each
     for token in tokens:
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
-            raise MalformedMessageError(f"token {token!r:.40}: want an integer from 0 to {_MAX_TOKEN}")
+            raise MalformedMessageError(f"token {shown(token)}: want an integer from 0 to {_MAX_TOKEN}")
 
 
 def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
     """ENGINE_REPLY to a plain client. The text is made here, where the engine gave none."""
-    reply = unpack(final.reply)
+    try:
+        reply = unpack(final.reply, PLAIN)
+    except MalformedMessageError as error:
+        return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
     tokens = tokens_from_bytes(final.tokens).tolist()
     reply = {**(reply if isinstance(reply, dict) else {}), "request_id": number, "generated_tokens": tokens}
     if detokenize is not None and reply.get("generated_text") is None:
@@ -94,7 +102,7 @@ def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
 
 def submit_frames(dispatch: Dispatch) -> Frames:
     """A dispatch for a plain engine: tokens generated before become part of the prompt and leave the budget."""
-    params = unpack(dispatch.params)
+    params = unpack(dispatch.params, PARAMETERS)
     params = dict(params) if isinstance(params, dict) else {}
     generated = tokens_from_bytes(dispatch.generated).tolist()
     budget = params.get("num_tokens_to_generate")
@@ -128,14 +136,14 @@ def _read_output(frame: Any, *, final: bool) -> PlainOutput:
         case {"request_id": int(number)}:
             tokens = frame.get("generated_tokens" if final else "new_tokens") or []
             if not isinstance(tokens, list):
-                raise MalformedMessageError(f"tokens {tokens!r:.40}: want a list")
+                raise MalformedMessageError(f"tokens {shown(tokens)}: want a list")
             _check_tokens(tokens)
             if final:
                 return PlainOutput(number, tokens_to_bytes(tokens), frame)
             details = {key: frame[new] for key, new in _NEW.items() if frame.get(new) is not None}
             details |= {key: frame[key] for key in _PROMPT_DETAILS if frame.get(key) is not None}
             return PlainOutput(number, tokens_to_bytes(tokens), details=details)
-    raise MalformedMessageError(f"engine output {frame!r:.60}: want a map with request_id")
+    raise MalformedMessageError(f"engine output {shown(frame)}: want a map with request_id")
 
 
 def as_partial(output: PlainOutput, uid: bytes, *, route: int, offset: int) -> Partial:

@@ -94,6 +94,10 @@ class Registration:
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
             self._surroundings.lose_engine(engine, "it registered anew")
+        if engine is None and len(self._engines) >= limits.MAX_ENGINES:
+            message = f"{len(self._engines)} engines are registered already: at most {limits.MAX_ENGINES}"
+            self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
+            return
         if engine is None or not renewed:
             survivor = hello.serving
             key = self._sender_key(peer)
@@ -133,6 +137,9 @@ class Registration:
         namesake = self._engines.named(name)
         if namesake is not None:
             self._surroundings.lose_engine(namesake, "another engine took its name")
+        if len(self._engines) >= limits.MAX_ENGINES:
+            logger.warning("plain engine %s rejected: %d engines are registered already", name, len(self._engines))
+            return
         engine = self._engines.add(name, peer, incarnation=0, now=self._now(), plain=True)
         engine.serving = True
         engine.state = EngineState.RUNNING

@@ -12,6 +12,7 @@ from megatron_runtime.data_parallel_inference_coordinator.dispatching import Dis
 from megatron_runtime.data_parallel_inference_coordinator.records import TOKEN_BYTES, Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.messages import (
+    PLAIN,
     Final,
     Frames,
     MalformedMessageError,
@@ -122,7 +123,11 @@ class Replies:
 
 
 def _completed(message: Final) -> bool:
-    reply = unpack(message.reply)
+    try:
+        reply = unpack(message.reply, PLAIN)
+    except MalformedMessageError as error:
+        logger.warning("a late reply cannot be read: %s", error)
+        return False
     return isinstance(reply, dict) and reply.get("status") == "COMPLETED"
 
 
@@ -155,7 +160,7 @@ def _details_from(entry: Entry, first: int) -> dict[str, Any]:
 
 def _read_details(raw: bytes, uid: bytes) -> dict[str, Any]:
     try:
-        extras = unpack(raw)
+        extras = unpack(raw, PLAIN)
     except MalformedMessageError as error:
         logger.warning("the extras of a partial cannot be read: %s", error)
         return {}

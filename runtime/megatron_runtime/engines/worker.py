@@ -29,8 +29,10 @@ from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
 from megatron_runtime.peer_link import PeerLink, coordinator_address
 from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
+    PARAMETERS,
     Abort,
     Control,
     ControlCommit,
@@ -243,7 +245,10 @@ class EngineWorker:
         """Reach the state that HELLO_ACK names, loading weights first where they are needed."""
         if self._leaving or ack.state is CoordinatorState.RECOVERING:
             return
-        self._lifecycle.fence = max(self._lifecycle.fence, ack.fence)
+        if ack.fence <= limits.MAX_FENCE:
+            self._lifecycle.fence = max(self._lifecycle.fence, ack.fence)
+        else:
+            logger.warning("the coordinator's fence %d is ignored: at most %d", ack.fence, limits.MAX_FENCE)
         with self._reading_weights(ack.source is not None):
             await self._lifecycle.adopt(ack.source, ack.epoch)
         if self._serving:
@@ -276,7 +281,7 @@ class EngineWorker:
 
     def _dispatch(self, dispatch: Dispatch) -> None:
         try:
-            params = SamplingParams.deserialize(unpack(dispatch.params))
+            params = SamplingParams.deserialize(unpack(dispatch.params, PARAMETERS))
             generated = tokens_from_bytes(dispatch.generated)
             self._outputs.add(dispatch, params, generated.tolist())
         except (ValueError, TypeError, AttributeError) as error:

@@ -252,11 +252,24 @@ class LeaderChannel:
                 head, body = self._pull.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
                 return
+            except ValueError:
+                logger.warning("a message of another number of frames is dropped")
+                continue
+            self._take_message(head, body)
+
+    def _take_message(self, head: bytes, body: bytes) -> None:
+        try:
             kind, rank, number = unpack(head)
-            with self._changed:
-                self._hear(rank, time.monotonic())
-                self._take(Kind(kind), rank, number, unpack(body))
-                self._changed.notify_all()
+            kind, content = Kind(kind), unpack(body)
+            if rank not in self._ranks:
+                raise ValueError(f"rank {rank} is none of this engine")
+        except (ValueError, TypeError) as error:
+            logger.warning("a message that cannot be read is dropped: %s", error)
+            return
+        with self._changed:
+            self._hear(rank, time.monotonic())
+            self._take(kind, rank, number, content)
+            self._changed.notify_all()
 
     def _take(self, kind: Kind, rank: int, number: int, body: Any) -> None:
         """`_changed` is held."""

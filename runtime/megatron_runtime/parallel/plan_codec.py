@@ -10,9 +10,13 @@ import numpy as np
 from megatron_runtime.engines.executor import StepPlan, StepResult
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.wire import codec
+from megatron_runtime.wire.codec import MalformedMessageError, UnpackLimits
 
 _ARRAY = 1
 _KINDS = frozenset("biuf")
+_LIMITS = UnpackLimits(elements=1_048_576, containers=262_144)
+"""Of a message between ranks: a step has some values and arrays a row, and the arrays are bytes."""
 
 
 class MalformedPlanError(ValueError):
@@ -27,8 +31,8 @@ def pack(value: Any) -> bytes:
 def unpack(data: bytes | memoryview) -> Any:
     """What pack() was given; arrays are read-only. Raises MalformedPlanError."""
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=False, ext_hook=_unpack_array)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError) as error:
+        return codec.unpack(data, _LIMITS, extension=_unpack_array)
+    except MalformedMessageError as error:
         raise MalformedPlanError(f"{len(data)} bytes are no message between ranks: {error}") from error
 
 
@@ -125,16 +129,15 @@ def _pack_array(value: Any) -> Any:
     if not isinstance(value, np.ndarray):
         raise TypeError(f"{type(value).__name__} does not travel between ranks")
     head = msgpack.packb([value.dtype.str, value.shape])
-    return msgpack.ExtType(_ARRAY, head + value.tobytes())
+    return msgpack.ExtType(_ARRAY, bytes((len(head),)) + head + value.tobytes())
 
 
 def _unpack_array(code: int, data: bytes) -> Any:
     if code != _ARRAY:
         raise MalformedPlanError(f"extension type {code} is unknown")
-    unpacker = msgpack.Unpacker()
-    unpacker.feed(data[:64] if len(data) > 64 else data)
-    name, shape = unpacker.unpack()
+    begin = 1 + data[0] if data else 0
+    name, shape = codec.unpack(data[1:begin])
     dtype = np.dtype(name)
     if dtype.kind not in _KINDS:
         raise MalformedPlanError(f"an array of {name} does not travel between ranks")
-    return np.frombuffer(data, dtype, offset=unpacker.tell()).reshape(shape)
+    return np.frombuffer(data, dtype, offset=begin).reshape(shape)

@@ -1,4 +1,8 @@
-"""How the ranks of an engine find each other: a store at rank 0's address, where each says where it listens."""
+"""How the ranks of an engine find each other: a store at rank 0's address, where each says where it listens.
+
+The store authenticates nothing. With keys, what it says of a rank's key counts only if the mounted `engine.pub` has
+that key; the rank's connection then proves that it holds the secret half.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +21,15 @@ from megatron_runtime.parallel.errors import RendezvousError
 from megatron_runtime.parallel.identity import RankIdentity
 from megatron_runtime.parallel.plan_channel import pull_socket, push_socket
 from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import KeyFileError, PeerKeys
+from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.wire.zmtp.dealer import host_and_port
 
 logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
+KEY_LOOK_SECONDS = 1.0
+"""Between two looks at engine.pub while a rank's key is not in it: a kubelet may bring a rotated key later to one pod
+than to another."""
 
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
@@ -48,7 +56,7 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 class Meeting:
     """The sockets of one rank, and the addresses of the others.
 
-    keys_dir: engine.key and engine.pub; who connects must hold the engine's key, and so must who listens. None: no
+    keys_dir: engine.key and engine.pub; who connects must hold a key of engine.pub, and so must who listens. None: no
               encryption, and only this machine is listened to unless the engine has others.
     """
 
@@ -56,6 +64,8 @@ class Meeting:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._identity = identity
         self._store = store
+        self._peers: dict[int, tuple[str, str]] = {}
+        self._admitted = keys_dir / "engine.pub" if keys_dir is not None else None
         self._keys = PeerKeys.load(keys_dir, Role.ENGINE) if keys_dir is not None else None
         self._authenticator = _Authenticator.start(self.context, keys_dir) if keys_dir is not None else None
         own = _own_address(identity)
@@ -69,7 +79,10 @@ class Meeting:
         store.set(_key(identity.rank), f"tcp://{own}:{port} {public}")
 
     def wait_for_all(self, *, until: float) -> None:
-        """Return when every rank of the engine has said where it listens. Raises RendezvousError naming who has not."""
+        """Return when every rank of the engine has said where it listens, with a key that is admitted.
+
+        Raises RendezvousError naming the rank that has not.
+        """
         everyone = range(self._identity.world)
         try:
             self._store.wait([_key(rank) for rank in everyone], timedelta(seconds=max(0.1, until - time.monotonic())))
@@ -80,19 +93,44 @@ class Meeting:
                 f"it has not come to the rendezvous at {self._identity.address}:{self._identity.port} in time; "
                 f"missing are ranks {missing} of {self._identity.world}",
             ) from error
+        for rank in everyone:
+            self._peers[rank] = self._read(rank)
+            self._check_key(rank, until=until)
+
+    def _read(self, rank: int) -> tuple[str, str]:
+        """Address and public key of a rank, as the store has them. Anything may have written there."""
+        try:
+            address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
+            host_and_port(address)
+        except ValueError as error:
+            raise RendezvousError(rank, f"the rendezvous store has no address of it: {error}") from error
+        return address, public
+
+    def _check_key(self, rank: int, *, until: float) -> None:
+        _, public = self._peers[rank]
+        if self._admitted is None:
+            if public:
+                raise RendezvousError(rank, "it has keys, this rank has not: give --keys-dir to all ranks or to none")
+            return
+        if not public:
+            raise RendezvousError(rank, "it has no keys, this rank has: give --keys-dir to all ranks or to none")
+        while not _is_admitted(public.encode(), self._admitted):
+            if time.monotonic() >= until:
+                raise RendezvousError(
+                    rank,
+                    f"the rendezvous store says that its key is {public:.60}, which {self._admitted} does not have: "
+                    "another process wrote to the store, or this pod has not got the rotated keys yet",
+                )
+            time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """A PUSH to `rank`, after wait_for_all(). Raises RendezvousError when the two do not agree on encryption."""
-        address, _, public = self._store.get(_key(rank)).decode().partition(" ")
+        """A PUSH to `rank`, after wait_for_all()."""
+        address, public = self._peers[rank]
         push = push_socket(self.context)
         if self._keys is not None:
-            if not public:
-                raise RendezvousError(rank, "it has no keys, this rank has: give --keys-dir to all ranks or to none")
             push.curve_publickey = self._keys.own.public
             push.curve_secretkey = self._keys.own.secret
             push.curve_serverkey = public.encode()
-        elif public:
-            raise RendezvousError(rank, "it has keys, this rank has not: give --keys-dir to all ranks or to none")
         push.connect(address)
         return push
 
@@ -118,10 +156,16 @@ class _Authenticator:
 
     def callback(self, _domain: str, key: bytes) -> bool:
         """Whether a peer with this public key, in Z85, is of the engine."""
-        try:
-            return key in [line.encode() for line in self._file.read_text().split()]
-        except OSError as error:
-            raise KeyFileError(f"key file {self._file}: {error.strerror}") from error
+        return _is_admitted(key, self._file)
+
+
+def _is_admitted(key: bytes, file: Path) -> bool:
+    """A file that cannot be read admits nobody; the thread that asks goes on."""
+    try:
+        return key in file.read_bytes().split()
+    except OSError as error:
+        logger.warning("key file %s: %s", file, error.strerror)
+        return False
 
 
 def _own_address(identity: RankIdentity) -> str:

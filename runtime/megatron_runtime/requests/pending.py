@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import logging
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from megatron_runtime.async_stream import AsyncStream
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.messages import (
+    DETAILS,
     Final,
     MalformedMessageError,
     Partial,
@@ -26,6 +28,8 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
+
+logger = logging.getLogger(__name__)
 
 TOKEN_BYTES = 4
 
@@ -152,7 +156,7 @@ class PendingRequest:
 
     def reply(self, final: Final) -> dict[str, Any]:
         """The final answer as a map. Raises MalformedMessageError if `final` cannot be read."""
-        body = unpack(final.reply)
+        body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
         tokens: list[int] = np.frombuffer(final.tokens, dtype="<i4").tolist()
@@ -187,7 +191,11 @@ def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
     """For each request that `find` knows by uid, the frame of what `message` brings it; None where it had all that."""
-    details = unpack(message.extras) if message.extras else {}
+    try:
+        details = unpack(message.extras, DETAILS) if message.extras else {}
+    except MalformedMessageError as error:
+        logger.warning("the details of a partial cannot be read; its tokens are used without them: %s", error)
+        details = {}
     position = 0
     for entry in message.entries:
         tokens = message.tokens[position : position + TOKEN_BYTES * entry.count]

@@ -1,12 +1,15 @@
 """What every message is made of: msgpack frames and token ids as little-endian int32.
 
+`unpack` is the only function of the project that reads msgpack: each caller bounds what the bytes may become.
+
 NumPy is imported where it is used: it would double the time that a coordinator takes from its start to its address.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import msgpack
@@ -19,6 +22,38 @@ Frames: TypeAlias = list[bytes]
 Tokens: TypeAlias = "npt.NDArray[np.int32]"
 
 
+@dataclass(frozen=True, slots=True)
+class UnpackLimits:
+    """The most that one frame, or one body in a frame, may become.
+
+    elements:   values of all lists and maps together; a map entry counts as one.
+    containers: lists and maps.
+    depth:      levels of lists and maps within each other.
+    text_bytes: bytes of one string, or of one binary value; None: as many as the frame has.
+    """
+
+    elements: int
+    containers: int
+    depth: int = 32
+    text_bytes: int | None = None
+
+
+REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
+"""A message of the request path: a few fields, and bodies that stay bytes."""
+CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536)
+"""Control messages, and the Megatron protocol where a port does not serve it."""
+PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
+"""Messages of the Megatron protocol, which carry tokens and log-probs as lists; log-probs at a coordinator."""
+PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
+"""Sampling parameters. A JSON schema in them may be deep."""
+DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
+"""Log-probs and replies, where the process that asked for them reads them."""
+
+_UNPROVEN_ELEMENTS = 1024
+"""msgpack allocates a list when it reads its length. Within 1024 nested lists, its own limit, so many elements each
+take 8 MiB; beyond it the lengths are compared with the bytes that are there first."""
+
+
 class MalformedMessageError(ValueError):
     """The frames are not a message of this protocol. The message says what is wrong and where."""
 
@@ -27,11 +62,97 @@ def pack(value: Any) -> bytes:
     return msgpack.Packer().pack(value)  # packb() is a function in Python over just this
 
 
-def unpack(data: bytes) -> Any:
+def unpack(
+    data: bytes | memoryview,
+    limits: UnpackLimits = CONTROL,
+    *,
+    extension: Callable[[int, bytes], Any] | None = None,
+) -> Any:
+    """The value of `data`.
+
+    extension: makes a value of an extension type's code and bytes; None: there may be none.
+
+    Raises:
+        MalformedMessageError: for bytes that are not one msgpack value, or that exceed `limits`.
+    """
+    size = len(data)
+    most = min(limits.elements, size)
+    left, containers = limits.elements, 0
+
+    def count(items: list[Any]) -> list[Any]:
+        nonlocal left, containers
+        left -= len(items)
+        containers += 1
+        if left < 0 or containers > limits.containers:
+            raise MalformedMessageError(
+                f"frame of {size} bytes: want at most {limits.elements} elements in {limits.containers} lists and maps"
+            )
+        return items
+
+    text = size if limits.text_bytes is None else limits.text_bytes
     try:
-        return msgpack.unpackb(data, raw=False, strict_map_key=False)
-    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError) as error:
-        raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack: {error}") from error
+        if most > _UNPROVEN_ELEMENTS:
+            _skip(data)
+        value = msgpack.unpackb(
+            data,
+            raw=False,
+            strict_map_key=False,
+            list_hook=count,
+            object_pairs_hook=lambda pairs: dict(count(pairs)),  # a map would forget how often a key came
+            ext_hook=extension or msgpack.ExtType,
+            max_array_len=most,
+            max_map_len=most,
+            max_str_len=text,
+            max_bin_len=text,
+            max_ext_len=0 if extension is None else size,
+        )
+    except MalformedMessageError:
+        raise
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException, RecursionError, MemoryError) as error:
+        raise MalformedMessageError(f"frame of {size} bytes is not msgpack within its limits: {error}") from error
+    if containers > limits.depth and _is_deeper(value, limits.depth):
+        raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.depth} lists and maps in each other")
+    return value
+
+
+def header_of(frame: bytes) -> int | None:
+    """The header of a message, or None where `frame` does not begin as one does."""
+    if len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] < 0x80:
+        return frame[1]
+    unpacker = msgpack.Unpacker(max_buffer_size=64, max_str_len=0, max_bin_len=0, max_array_len=0, max_map_len=0)
+    unpacker.feed(frame[:32])
+    try:
+        unpacker.read_array_header()
+        header = unpacker.unpack()
+    except (ValueError, msgpack.UnpackException):
+        return None
+    return header if type(header) is int else None
+
+
+def shown(value: Any) -> str:
+    """`value` for an error message, in at most some 60 characters, whatever its size."""
+    if isinstance(value, str | bytes):
+        return repr(value[:40]) + ("…" if len(value) > 40 else "")
+    if isinstance(value, list | dict | tuple):
+        return f"{type(value).__name__} of {len(value)}"
+    return f"{value!r:.60}"
+
+
+def _skip(data: bytes | memoryview) -> None:
+    """Raise unless `data` begins with one value whose lengths it has the bytes for. Makes no objects."""
+    unpacker = msgpack.Unpacker(max_buffer_size=len(data))
+    unpacker.feed(data)
+    unpacker.skip()
+
+
+def _is_deeper(value: Any, depth: int) -> bool:
+    level = [value] if isinstance(value, list | dict) else []
+    for _ in range(depth):
+        inner = (item.values() if type(item) is dict else item for item in level)
+        level = [child for children in inner for child in children if type(child) is list or type(child) is dict]
+        if not level:
+            return False
+    return True
 
 
 def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:

@@ -1,16 +1,16 @@
 """Messages that travel as one frame, `[header, map]`: registration, liveness, verbs, STATUS, ERROR.
 
-Read by name and validated here; unknown keys are ignored.
+Read by name and validated here; unknown keys are ignored. Every number, text and list has a bound.
 """
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from megatron_runtime.wire import limits
-from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack
+from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack, shown
 from megatron_runtime.wire.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.wire.states import CoordinatorState, EngineState
 
@@ -18,12 +18,23 @@ U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
 Name = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
 OperationId = Annotated[str, Field(min_length=1, max_length=limits.MAX_OPERATION_ID_BYTES)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Fence = Annotated[int, Field(ge=0, le=limits.MAX_FENCE)]
+Epoch = Annotated[int, Field(ge=0, le=limits.MAX_EPOCH)]
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
+Label = Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)]
+Key = Annotated[str, Field(max_length=64)]
+Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
+"""An error or a reason: cut, never refused for its length."""
+PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
+"""A registered peer as a coordinator reports it; that of a plain engine is its routing id."""
 
 
 class ControlMessage(BaseModel):
     """Base of the messages that travel as `[header, map]`. Unknown keys are ignored: a newer peer may add some."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     header: ClassVar[Header]
 
     def to_frames(self) -> Frames:
@@ -39,21 +50,21 @@ class Hello(ControlMessage):
     """Stable identity: the same after a restart."""
     incarnation: U64
     """Random, new at each start of the process and each reopening of its socket."""
-    version: int = PROTOCOL_VERSION
+    version: Count = PROTOCOL_VERSION
     serving: bool = False
     """Engines: weights are loaded, or the engine waits SUSPENDED; it takes part in verbs from here on."""
     state: EngineState | None = None
-    epoch: int = 0
-    fence: int = 0
+    epoch: Epoch = 0
+    fence: Fence = 0
     """The highest fence this engine has been told; a recovering coordinator takes the highest of all."""
-    ranks: int = 1
-    revision: str = ""
-    model: Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)] = ""
+    ranks: Count = 1
+    revision: Text = ""
+    model: Label = ""
     """Hash of the model that an engine runs, or a client makes its requests for. Empty: not said, goes with all."""
-    max_requests: int = 0
-    max_sequence_length: int = 0
-    block_size_tokens: int = 0
-    source: str | None = None
+    max_requests: Count = 0
+    max_sequence_length: Count = 0
+    block_size_tokens: Count = 0
+    source: Text | None = None
     """Where the weights in use came from, when an UPDATE_WEIGHTS named it; a recovering coordinator learns it here."""
 
 
@@ -62,16 +73,17 @@ class HelloAck(ControlMessage):
 
     header = Header.HELLO_ACK
     incarnation: U64
-    version: int = PROTOCOL_VERSION
+    version: Count = PROTOCOL_VERSION
     state: CoordinatorState
-    epoch: int = 0
-    fence: int = 0
+    epoch: Epoch = 0
+    fence: U64 = 0
+    """Engines take one of at most MAX_FENCE. The operator registers whatever it is, and judges that of STATUS."""
     route: U32 = 0
     """Clients: the number by which engines group partials."""
-    heartbeat_seconds: float = limits.HEARTBEAT_SECONDS
-    max_message_bytes: int = limits.MAX_CLIENT_MESSAGE_BYTES
+    heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
+    max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
     """What the peer may send at most: the bytes of one message."""
-    source: str | None = None
+    source: Text | None = None
     """Engines: the weights of `epoch`, to be loaded in place of those configured; None when none were ever updated."""
 
 
@@ -81,17 +93,17 @@ class Heartbeat(ControlMessage):
     header = Header.HEARTBEAT
     incarnation: U64
     state: EngineState | CoordinatorState | None = None
-    epoch: int | None = None
+    epoch: Epoch | None = None
     """Engines: the epoch they are in; one that came back behind the others enters it by HELLO_ACK, unasked."""
-    source: str | None = None
+    source: Text | None = None
     """Engines: where their weights came from, when an UPDATE_WEIGHTS or HELLO_ACK named it."""
-    running: int = 0
-    waiting: int = 0
-    steps: int = 0
+    running: Count = 0
+    waiting: Count = 0
+    steps: U64 = 0
     """Engine steps so far: unchanged while `running` > 0 means that it is stuck."""
-    busy_for: float = 0.0
+    busy_for: Seconds = 0.0
     """Seconds for which silence is expected (load, capture, compile)."""
-    digest: Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)] = ""
+    digest: Label = ""
     """Engines: of the weights in use, so that one can see that all hold the same. Empty: not known."""
 
 
@@ -103,17 +115,17 @@ class Control(ControlMessage):
     """
 
     operation_id: OperationId | None = None
-    fence: int | None = None
+    fence: Fence | None = None
     timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
-    expected_engines: int | None = None
+    expected_engines: Count | None = None
     """Refuse (ENGINES_MISSING) if fewer engines are registered: none must not pass for all."""
-    engine: str | None = None
+    engine: Text | None = None
     """DRAIN: the name of one engine; None means all."""
-    epoch: int | None = None
+    epoch: Epoch | None = None
     """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
-    source: str | None = None
+    source: Text | None = None
     """UPDATE_WEIGHTS: where the new weights are."""
-    tags: tuple[str, ...] | None = None
+    tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
     """SUSPEND: what to give back, "weights" and "kv_cache"; None means both."""
 
     kind: Header = Header.PAUSE
@@ -129,10 +141,10 @@ class Control(ControlMessage):
 
 
 class EngineOutcome(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
     ok: bool
-    ranks: int = 0
-    error: str | None = None
+    ranks: Count = 0
+    error: Words | None = None
 
 
 class ControlAck(ControlMessage):
@@ -142,15 +154,15 @@ class ControlAck(ControlMessage):
     operation_id: OperationId
     ok: bool
     state: EngineState | CoordinatorState
-    ranks: int = 0
+    ranks: U64 = 0
     """Engine: its ranks that confirmed. Coordinator: all that did."""
-    total_ranks: int = 0
-    engines: dict[str, EngineOutcome] = Field(default_factory=dict)
-    evicted: list[str] = Field(default_factory=list)
+    total_ranks: U64 = 0
+    engines: dict[PeerName, EngineOutcome] = Field(default_factory=dict, max_length=limits.MAX_ENGINES)
+    evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
     """Engines that failed or missed the deadline and were removed; the rest committed."""
-    code: int | None = None
-    error: str | None = None
-    fence: int | None = None
+    code: Count | None = None
+    error: Words | None = None
+    fence: U64 | None = None
     """The highest fence seen, in a STALE_FENCE refusal."""
 
 
@@ -161,7 +173,7 @@ class ControlCommit(ControlMessage):
     operation_id: OperationId
     signal: Header
     state: EngineState | None = None
-    epoch: int | None = None
+    epoch: Epoch | None = None
 
 
 class Status(ControlMessage):
@@ -169,59 +181,60 @@ class Status(ControlMessage):
 
 
 class EngineStatus(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-    name: str
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    name: PeerName
     state: EngineState
     serving: bool = False
-    epoch: int = 0
-    ranks: int = 1
-    revision: str = ""
-    in_flight: int = 0
+    epoch: Epoch = 0
+    ranks: Count = 1
+    revision: Text = ""
+    in_flight: Count = 0
     silent_seconds: float = 0.0
     plain: bool = False
     draining: bool = False
-    digest: str = ""
+    digest: Label = ""
     """Of its weights, as it last said."""
 
 
 class KeyReport(BaseModel):
     """Public keys, Z85. What a rotation needs to know before it goes on."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-    server: str
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    server: Key
     """The coordinator's own, in use since its start."""
-    admitted: list[str] = Field(default_factory=list)
+    admitted: list[Key] = Field(default_factory=list, max_length=1024)
     """Whose holders may connect to some port."""
-    connected: list[str] = Field(default_factory=list)
+    connected: list[Key] = Field(default_factory=list, max_length=1024)
     """Those that registered engines and clients came with, each once."""
 
 
 class Operation(BaseModel):
     """One control operation as the coordinator remembers it."""
 
-    model_config = ConfigDict(frozen=True, extra="ignore")
-    operation_id: str
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+    operation_id: OperationId
     signal: Header
     phase: Literal["InProgress", "Confirmed", "Failed"]
-    ranks: int = 0
-    total_ranks: int = 0
-    evicted: list[str] = Field(default_factory=list)
-    code: int | None = None
-    error: str | None = None
+    ranks: U64 = 0
+    total_ranks: U64 = 0
+    evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
+    code: Count | None = None
+    error: Words | None = None
 
 
 class StatusReply(ControlMessage):
     header = Header.STATUS_REPLY
     incarnation: U64
     state: CoordinatorState
-    epoch: int = 0
-    fence: int = 0
-    queued: int = 0
-    in_flight: int = 0
-    engines: list[EngineStatus] = Field(default_factory=list)
-    operations: list[Operation] = Field(default_factory=list)
+    epoch: Epoch = 0
+    fence: U64 = 0
+    """An admin that finds one above MAX_FENCE, or far above its own, does not follow it."""
+    queued: Count = 0
+    in_flight: Count = 0
+    engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
+    operations: list[Operation] = Field(default_factory=list, max_length=256)
     """The last ones, oldest first."""
-    rejected_frames: int = 0
+    rejected_frames: U64 = 0
     drained_all: bool = False
     """All engines were drained: nothing is dispatched to any, those that come later too, until UNPAUSE or STOP."""
     keys: KeyReport | None = None
@@ -233,9 +246,9 @@ class Error(ControlMessage):
 
     header = Header.ERROR
     code: ErrorCode
-    message: str
+    message: Words
     uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
-    retry_after_seconds: float | None = None
+    retry_after_seconds: Seconds | None = None
     incarnation: U64 | None = None
 
 
@@ -243,7 +256,7 @@ class Disconnect(ControlMessage):
     """The peer leaves. What it had is handed over at once."""
 
     header = Header.DISCONNECT
-    reason: str = ""
+    reason: Words = ""
 
 
 _KINDS: dict[int, type[ControlMessage]] = {
@@ -266,12 +279,12 @@ def decode_control(number: int, items: list[Any]) -> ControlMessage:
             extra["epoch"] = body
             body = items[2] if len(items) > 2 else {}
             if type(extra["epoch"]) is not int:
-                raise MalformedMessageError(f"SET_GENERATION_EPOCH {extra['epoch']!r:.80}: want an integer epoch")
+                raise MalformedMessageError(f"SET_GENERATION_EPOCH {shown(extra['epoch'])}: want an integer epoch")
     if not isinstance(body, dict):
         raise MalformedMessageError(f"body of header {number} is {type(body).__name__}: want a map")
     try:
         return kind.model_validate({**body, **extra})
     except ValidationError as error:
         first = error.errors()[0]
-        field = ".".join(str(part) for part in first["loc"])
-        raise MalformedMessageError(f"header {number}, field {field}: {first['msg']}") from error
+        field, found = ".".join(str(part) for part in first["loc"]), shown(first["input"])
+        raise MalformedMessageError(f"header {number}, field {field} {found}: {first['msg']}") from error

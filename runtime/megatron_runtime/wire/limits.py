@@ -7,6 +7,17 @@ MAX_ENGINE_MESSAGE_BYTES = 64 << 20
 MAX_NAME_BYTES = 128
 MAX_OPERATION_ID_BYTES = 64
 MAX_SALT_CHARACTERS = 256
+MAX_TEXT_CHARACTERS = 4096
+"""Of an error, a reason or a source. Errors and reasons are cut to it."""
+MAX_ENGINES = 4096
+"""Registered at once."""
+
+MAX_FENCE = 1 << 53
+MAX_EPOCH = 1 << 53
+"""Exact in JSON, and beyond any number of leaders or updates: what is higher was not counted up to."""
+
+MAX_ADMIN_MESSAGE_BYTES = 1 << 20
+"""To the operator: the answers of one coordinator must not fill the memory of a process that serves many."""
 
 UID_BYTES = 16
 

@@ -12,11 +12,19 @@ from typing import Any, TypeAlias
 
 from megatron_runtime.wire import control_messages, request_messages
 from megatron_runtime.wire.codec import (
+    CONTROL,
+    DETAILS,
+    PARAMETERS,
+    PLAIN,
+    REQUEST,
     Frames,
     MalformedMessageError,
     Tokens,
+    UnpackLimits,
     block_hashes_from_bytes,
+    header_of,
     pack,
+    shown,
     tokens_from_bytes,
     tokens_to_bytes,
     unpack,
@@ -52,6 +60,11 @@ from megatron_runtime.wire.request_messages import (
 )
 
 __all__ = [
+    "CONTROL",
+    "DETAILS",
+    "PARAMETERS",
+    "PLAIN",
+    "REQUEST",
     "Abort",
     "Control",
     "ControlAck",
@@ -80,10 +93,12 @@ __all__ = [
     "StatusReply",
     "Submit",
     "Tokens",
+    "UnpackLimits",
     "block_hashes_from_bytes",
     "decode",
     "dispatch_frames",
     "pack",
+    "shown",
     "tokens_from_bytes",
     "tokens_to_bytes",
     "unpack",
@@ -100,8 +115,10 @@ class Plain:
 Message: TypeAlias = ControlMessage | Submit | Dispatch | Partial | Final | Abort | EvictedBlocks | Plain
 
 
-def decode(frames: Sequence[bytes]) -> Message:
+def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
     """The message of `frames` (routing identity already taken off).
+
+    plain: limits of messages of the Megatron protocol, on a port that serves it.
 
     Raises:
         MalformedMessageError: for anything that is not a message, and for nothing else.
@@ -111,9 +128,14 @@ def decode(frames: Sequence[bytes]) -> Message:
     frame = frames[0]
     if not frame:
         return Plain([])
-    items = unpack(frame)
+    header = header_of(frame)
+    if header in request_messages.DECODERS:
+        bounds = REQUEST
+    else:
+        bounds = CONTROL if header in control_messages.HEADERS else plain
+    items = unpack(frame, bounds)
     if type(items) is not list or not items or type(items[0]) is not int:
-        raise MalformedMessageError(f"frame {items!r:.80}: want a list that begins with an integer header")
+        raise MalformedMessageError(f"frame {shown(items)}: want a list that begins with an integer header")
     number = items[0]
     reader = request_messages.DECODERS.get(number)
     if reader is not None:

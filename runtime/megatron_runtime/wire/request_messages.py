@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeAlias
 
 from megatron_runtime.wire import limits
-from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack
+from megatron_runtime.wire.codec import Frames, MalformedMessageError, pack, shown
 from megatron_runtime.wire.headers import Header
 
 _SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
@@ -56,7 +56,7 @@ class RequestMeta(NamedTuple):
             ):
                 return cls(streaming, seed, deadline, text, priority, salt, engine)
         raise MalformedMessageError(
-            f"request meta {value!r:.80}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine]"
+            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine]"
         )
 
 
@@ -162,13 +162,13 @@ class EvictedBlocks:
 
 def _uid(value: Any) -> bytes:
     if type(value) is not bytes or len(value) != limits.UID_BYTES:
-        raise MalformedMessageError(f"uid {value!r:.60}: want {limits.UID_BYTES} bytes")
+        raise MalformedMessageError(f"uid {shown(value)}: want {limits.UID_BYTES} bytes")
     return value
 
 
 def _u64(name: str, value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 64:
-        raise MalformedMessageError(f"{name} {value!r:.60}: want an unsigned 64-bit integer")
+        raise MalformedMessageError(f"{name} {shown(value)}: want an unsigned 64-bit integer")
     return value
 
 
@@ -180,7 +180,7 @@ def _body(name: str, value: Any) -> bytes:
 
 def _tokens(name: str, value: Any) -> bytes:
     if type(value) is not bytes or len(value) % 4:
-        raise MalformedMessageError(f"{name} {value!r:.60}: want bytes, a multiple of 4 of them (int32)")
+        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
     return value
 
 

@@ -74,12 +74,16 @@ class PeerKeys:
             logger.warning("the keys in use stay: %s", error)
             return self
 
+    def server_key(self, attempt: int) -> bytes:
+        """The coordinator's public key to try: the next one with each attempt."""
+        servers = (self.server_public, *self.other_server_publics)
+        return servers[attempt % len(servers)]
+
     def apply(self, socket: zmq.Socket[bytes], *, attempt: int = 0) -> None:
         """Set before connect(). `attempt` counts the connections made: each tries the next key of the server."""
-        servers = (self.server_public, *self.other_server_publics)
         socket.curve_publickey = self.own.public
         socket.curve_secretkey = self.own.secret
-        socket.curve_serverkey = servers[attempt % len(servers)]
+        socket.curve_serverkey = self.server_key(attempt)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-import zmq
 from eventually import LONG_SECONDS
 
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
@@ -20,13 +19,11 @@ FAST = LinkTimings(hello_retry=0.05, hello_retry_max=0.2, status_interval=0.1, s
 @pytest.fixture
 async def link(stage: Any) -> AsyncIterator[CoordinatorLink]:
     stage.coordinator()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    made = CoordinatorLink(context, on_change=lambda: None, timings=FAST)
+    made = CoordinatorLink(on_change=lambda: None, timings=FAST)
     made.point_to(stage.address(Role.ADMIN), None)
     await made.refresh(expected=True)
     yield made
     await made.close()
-    context.term()
 
 
 async def report(link: CoordinatorLink, engine: str) -> CanaryReport:

@@ -695,16 +695,72 @@ def test_restarts_spread_over_windows_do_not_exhaust_the_budget(make_cluster: An
     assert cluster.state != "Failed"
 
 
-def test_a_later_leader_makes_the_fence_jump_before_any_signal(make_cluster: Any) -> None:
+def test_after_the_loss_of_the_lease_verbs_work_again_above_what_the_coordinator_saw(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
     cluster.coordinator.fence = 9
     cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.state == "Paused"
+    assert cluster.coordinator.begun[-1].fence == 10
+    assert cluster.status["lifecycle"]["fenceOffset"] == 9
+    cluster.term = 2  # a later leader: above the one before, whose offset it found in the status
+    cluster.patch(desiredState="Running")
+    cluster.settle()
+    assert cluster.coordinator.begun[-1].fence == 11
+    assert cluster.status["lifecycle"]["fenceOffset"] == 9
+
+
+@pytest.mark.parametrize("fence", [1 << 64, (1 << 64) - 1, 1 << 53, 1_000_001])
+def test_a_fence_that_no_leader_sent_is_not_followed(make_cluster: Any, fence: int) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    honest, cluster.coordinator.fence = cluster.coordinator.fence, fence
+    cluster.patch(desiredState="Paused")
     decision = cluster.step()
     assert decision.reason == "StaleFence"
+    for told in (f"fence {fence}", "at most 1000000", "delete the pod of demo-coordinator"):
+        assert told in decision.message
+    degraded = next(entry for entry in decision.status["conditions"] if entry["type"] == "Degraded")
+    assert (degraded["status"], degraded["reason"]) == ("True", "StaleFence")
     cluster.settle()
-    assert cluster.fence == 10
-    assert cluster.coordinator.begun[-1].fence == 10
+    assert cluster.coordinator.begun == []
+    assert "fenceOffset" not in cluster.status["lifecycle"]
+    cluster.coordinator.fence = honest  # it was restarted
+    cluster.settle()
+    assert cluster.state == "Paused"
+
+
+def test_a_fence_within_the_bound_is_followed_to_the_last(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator.fence = 1_000_000
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    assert cluster.coordinator.begun[-1].fence == 1_000_001
+
+
+def test_a_resource_whose_coordinator_claims_a_fence_can_be_stopped(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator.fence = (1 << 64) - 1
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    assert cluster.state != "Stopped"
+    cluster.now += timedelta(seconds=cluster.world().resource.spec.lifecycle.drain_seconds + 121)
+    cluster.settle()
+    assert cluster.state == "Stopped"
+    assert cluster.engine_pods() == []
+
+
+def test_weights_are_not_updated_beyond_the_last_epoch(make_cluster: Any) -> None:
+    cluster = make_cluster(**_on_volume("6"))
+    cluster.settle()
+    cluster.coordinator.epoch = 1 << 53
+    cluster.patch(weights={"revision": "7"})
+    cluster.settle()
+    assert cluster.coordinator.begun == []
+    assert f"epoch {1 << 53}" in cluster.status["plan"]["waitingOn"]
 
 
 def test_a_recovering_coordinator_is_waited_for(make_cluster: Any) -> None:

@@ -269,3 +269,38 @@ def test_tls_moves_the_front_door_its_probes_and_its_address_to_https() -> None:
     assert {"name": "tls", "secret": {"secretName": "front-cert", "defaultMode": 0o440}} in pod["volumes"]
     assert {"name": "tls", "mountPath": "/etc/megatron/tls", "readOnly": True} in container["volumeMounts"]
     assert ctx.endpoint == "https://demo.default.svc/v1"
+
+
+def _resources(pod: dict[str, Any], container: str) -> dict[str, Any]:
+    entries = [*pod.get("initContainers", []), *pod["containers"]]
+    return next(entry["resources"] for entry in entries if entry["name"] == container)
+
+
+def test_every_container_but_an_engines_has_a_memory_limit() -> None:
+    """How much an engine takes is the model's to say: a limit of ours would end engines that fit their node."""
+    pods = _pods(_context(parallelism={"tensor": 2}, engine={"ranksPerPod": 1}))
+    assert _resources(pods["demo-coordinator"], "coordinator")["limits"] == {"memory": "4Gi"}
+    assert _resources(pods["demo-server"], "server")["limits"] == {"memory": "4Gi"}
+    assert _resources(pods["demo-engine-0"], "preflight")["limits"] == {"memory": "256Mi"}
+    assert "limits" not in _resources(pods["demo-engine-0"], "engine")
+
+
+@pytest.mark.parametrize("component", ["coordinator", "server"])
+@pytest.mark.parametrize(
+    ("given", "rendered"),
+    [
+        ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1Gi"}, "requests": {"cpu": "50m"}}),
+        ({"requests": {"memory": "8Gi"}}, {"requests": {"cpu": "50m", "memory": "8Gi"}}),
+        ({"limits": {"memory": None}}, {"requests": {"cpu": "50m"}, "limits": {}}),
+        ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "2", "memory": "4Gi"}, "requests": {"cpu": "50m"}}),
+    ],
+)
+def test_a_pod_template_has_the_last_word_on_memory(
+    component: str, given: dict[str, Any], rendered: dict[str, Any]
+) -> None:
+    overlay = {"spec": {"containers": [{"name": component, "resources": given}]}}
+    pod = _pods(_context(**{component: {"podTemplate": overlay}}))[f"demo-{component}"]
+    found = _resources(pod, component)
+    if "memory" not in given.get("requests", {}):
+        assert found["requests"].pop("memory") in ("128Mi", "256Mi")
+    assert {"limits": {}, **found} == {"limits": {}, **rendered}

@@ -53,16 +53,14 @@ class Changes:
 
 
 @pytest.fixture
-async def make_link(
-    zmq_context: zmq.Context[zmq.Socket[bytes]],
-) -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Changes]]]:
+async def make_link() -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Changes]]]:
     links: list[CoordinatorLink] = []
 
     def make(
         address: str, keys: PeerKeys | None = None, *, timings: LinkTimings = FAST
     ) -> tuple[CoordinatorLink, Changes]:
         changes = Changes()
-        link = CoordinatorLink(zmq_context, on_change=changes, timings=timings)
+        link = CoordinatorLink(on_change=changes, timings=timings)
         link.point_to(address, keys)
         links.append(link)
         return link, changes

@@ -9,7 +9,6 @@ import random
 from typing import Any
 
 import pytest
-import zmq
 from lossy_link import CoordinatorPort, LossyLink
 from small_cluster import MINIMAL, Cluster
 from small_operator import PlayedApi, Watch, new_operator
@@ -66,9 +65,8 @@ async def live(seed: int) -> int:
     api = PlayedApi(cluster, on_status=truth.look)
     watch = Watch(api)
     watch.show()
-    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     woken = asyncio.Event()
-    link = LossyLink(context, on_change=woken.set, timings=TIMINGS)
+    link = LossyLink(on_change=woken.set, timings=TIMINGS)
     link.connect_through(CoordinatorPort(cluster), rng, fault_rate=FAULT_RATE)
     task = new_operator(api, watch, link, term=1, woken=woken, resync_seconds=0.2)
     running = asyncio.create_task(task.run())
@@ -85,7 +83,6 @@ async def live(seed: int) -> int:
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
-        context.term()
     assert truth.lies == []
     return sum(socket.there.faults + socket.back.faults for socket in link.sockets)
 

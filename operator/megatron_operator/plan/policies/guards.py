@@ -7,7 +7,8 @@ from megatron_operator.model.states import DesiredState, ResourceState
 from megatron_operator.plan.blockers import engines_wait, refusal, server_wait
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
-from megatron_operator.plan.world import RaiseFence
+from megatron_operator.plan.world import MAX_FENCE_JUMP
+from megatron_runtime.wire.limits import MAX_FENCE
 
 QUIET = {
     ResourceState.PAUSED: (DesiredState.PAUSED, Reason.PAUSED),
@@ -56,16 +57,18 @@ def restart_budget_exhausted(scene: Scene) -> Verdict | None:
 
 
 def stale_fence(scene: Scene) -> Verdict | None:
-    """A coordinator would refuse this leader's signals; its term must first jump above what the coordinator saw."""
-    seen = scene.world.coordinator.fence
-    if not scene.world.coordinator.reachable or seen <= scene.world.fence:
+    """The coordinator reports a fence that no leader can have sent, and would refuse every signal."""
+    seen, own = scene.world.refused_fence, scene.world.fence
+    if seen is None or scene.stopped:
         return None
+    most = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
     return waiting(
         scene,
         Reason.STALE_FENCE,
-        "raising the fence",
-        f"a term above {seen}; this leader's is {scene.world.fence}",
-        actions=(RaiseFence(above=seen),),
+        "checking the fence",
+        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is followed; "
+        f"delete the pod of {scene.ctx.coordinator_name}, and the engine pods if the fence comes back",
+        requeue_after=scene.overdue_in,
     )
 
 

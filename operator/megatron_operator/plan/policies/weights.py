@@ -11,6 +11,7 @@ from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
 from megatron_operator.render.model_source import model_argument
+from megatron_runtime.wire.limits import MAX_EPOCH
 
 REFRESHABLE = {
     DesiredState.RUNNING: ResourceState.RUNNING,
@@ -27,6 +28,12 @@ def refresh_weights(scene: Scene) -> Verdict | None:
     spec = scene.world.resource.spec
     source = model_argument(replace(scene.ctx, spec=spec))
     epoch = scene.world.coordinator.epoch + 1
+    if epoch > MAX_EPOCH:
+        on = (
+            f"a restart of the coordinator and the engines: they report epoch {epoch - 1}, of at most {MAX_EPOCH}; "
+            "delete their pods"
+        )
+        return waiting(scene, Reason.REFRESHING_WEIGHTS, "refreshing weights", on)
     return start(scene, SignalKind.UPDATE_WEIGHTS, weights=due, source=source, epoch=epoch)
 
 

@@ -1,4 +1,4 @@
-"""One connection to a ROUTER: from its greeting to its end."""
+"""One connection to a ROUTER, seen from either side: from its greeting to its end."""
 
 from __future__ import annotations
 
@@ -91,7 +91,10 @@ class Connection(asyncio.Protocol):
         self._transport = cast("asyncio.Transport", transport)
         self._transport.set_write_buffer_limits(high=self._send_buffer_bytes)
         self._owner.opened(self)
-        self._write(frames.greeting(self._handshake.mechanism, as_server=self._handshake.mechanism == b"CURVE"))
+        self._write(frames.greeting(self._handshake.mechanism, as_server=self._handshake.as_server))
+        first = self._handshake.begin()
+        if first:
+            self._write(frames.frame(COMMAND, first))
 
     def connection_lost(self, _error: Exception | None) -> None:
         self.is_open = False
@@ -216,7 +219,8 @@ class Connection(asyncio.Protocol):
             self.peer = self._owner.admitted(self, said.get(b"identity", b""))
             self.is_open = True
             self._limit = self._max_message_bytes + (0 if self._handshake.box is None else ENVELOPE_BYTES)
-        self._write(frames.frame(COMMAND, answer))
+        if answer:
+            self._write(frames.frame(COMMAND, answer))
         self._box = self._handshake.box
 
     def _violate(self, violation: ViolationError) -> None:

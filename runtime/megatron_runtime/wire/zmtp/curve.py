@@ -53,6 +53,7 @@ class CurveHandshake:
 
     def __init__(self, server: CurveServer, own_properties: bytes) -> None:
         self.mechanism = b"CURVE"
+        self.as_server = True
         self.key = b""
         self.properties: dict[bytes, bytes] | None = None
         self.box: Box | None = None
@@ -61,6 +62,9 @@ class CurveHandshake:
         self._cookie = b""
         self._client = b""
         self._secret = b""
+
+    def begin(self) -> bytes:
+        return b""
 
     def receive(self, command: bytes) -> bytes:
         try:
@@ -107,13 +111,75 @@ class CurveHandshake:
         return frames.command(b"READY", ready + nacl.crypto_box_afternm(self._own, b"CurveZMQREADY---" + ready, shared))
 
 
-class CurveBox:
-    """Closes and opens frames under the keys of one connection. Nonces count up: none is taken twice."""
+class CurveClientHandshake:
+    """The other side of CurveHandshake. Keys are Z85; the peer has to hold the secret half of `server_public`."""
 
-    def __init__(self, shared: bytes, *, last_received: int) -> None:
+    def __init__(self, public: bytes, secret: bytes, server_public: bytes, own_properties: bytes) -> None:
+        self.mechanism = b"CURVE"
+        self.as_server = False
+        self.key = server_public
+        self.properties: dict[bytes, bytes] | None = None
+        self.box: Box | None = None
+        self._public, self._secret = z85.decode(public), z85.decode(secret)
+        self._server = z85.decode(server_public)
+        self._own = own_properties
+        self._short_public, self._short_secret = nacl.crypto_box_keypair()
+        self._shared = b""
+
+    def begin(self) -> bytes:
+        nonce = (1).to_bytes(_NONCE_BYTES, "big")
+        box = nacl.crypto_box(bytes(64), b"CurveZMQHELLO---" + nonce, self._server, self._short_secret)
+        return frames.command(b"HELLO", b"\x01\x00" + bytes(72) + self._short_public + nonce + box)
+
+    def receive(self, command: bytes) -> bytes:
+        try:
+            return self._take_ready(command) if self._shared else self._initiate(command)
+        except CryptoError as error:
+            raise ViolationError(f"its keys are not those that it should have: {error}") from error
+
+    def _initiate(self, welcome: bytes) -> bytes:
+        head = b"\x07WELCOME"
+        nonce, box = welcome[len(head) : len(head) + 16], welcome[len(head) + 16 :]
+        if not welcome.startswith(head) or len(nonce) != 16:
+            raise ViolationError(f"it does not answer HELLO with WELCOME but with {welcome[:16]!r}")
+        opened = nacl.crypto_box_open(box, b"WELCOME-" + nonce, self._server, self._short_secret)
+        if len(opened) != _KEY_BYTES + _COOKIE_BYTES:
+            raise ViolationError("WELCOME has another length")
+        server_short, cookie = opened[:_KEY_BYTES], opened[_KEY_BYTES:]
+        self._shared = nacl.crypto_box_beforenm(server_short, self._short_secret)
+        vouch_nonce = secrets.token_bytes(16)
+        vouched = self._short_public + self._server
+        vouch = nacl.crypto_box(vouched, b"VOUCH---" + vouch_nonce, server_short, self._secret)
+        number = (2).to_bytes(_NONCE_BYTES, "big")
+        content = self._public + vouch_nonce + vouch + self._own
+        return frames.command(
+            b"INITIATE",
+            cookie + number + nacl.crypto_box_afternm(content, b"CurveZMQINITIATE" + number, self._shared),
+        )
+
+    def _take_ready(self, command: bytes) -> bytes:
+        head = b"\x05READY"
+        nonce, box = command[len(head) : len(head) + _NONCE_BYTES], command[len(head) + _NONCE_BYTES :]
+        if not command.startswith(head) or len(nonce) != _NONCE_BYTES:
+            raise ViolationError(f"it does not answer INITIATE with READY but with {command[:16]!r}")
+        opened = nacl.crypto_box_open_afternm(box, b"CurveZMQREADY---" + nonce, self._shared)
+        self.properties = frames.read_properties(opened)
+        self._secret = self._short_secret = b""  # they have done their work
+        self.box = CurveBox(self._shared, sent=2, last_received=int.from_bytes(nonce, "big"), as_server=False)
+        return b""
+
+
+class CurveBox:
+    """Closes and opens frames under the keys of one connection. Nonces count up: none is taken twice.
+
+    sent, last_received: nonces that the handshake used.
+    """
+
+    def __init__(self, shared: bytes, *, last_received: int, sent: int = 0, as_server: bool = True) -> None:
         self._shared = shared
-        self._sent = 0
+        self._sent = sent
         self._received = last_received
+        self._mine, self._peers = (_FROM_SERVER, _FROM_CLIENT) if as_server else (_FROM_CLIENT, _FROM_SERVER)
 
     def next_nonce(self) -> bytes:
         self._sent += 1
@@ -123,7 +189,7 @@ class CurveBox:
         """The frame to send for one with these flags."""
         inner = (_INNER_MORE if flags & MORE else 0) | (_INNER_COMMAND if flags & COMMAND else 0)
         nonce = self.next_nonce()
-        box = nacl.crypto_box_afternm(bytes((inner,)) + body, _FROM_SERVER + nonce, self._shared)
+        box = nacl.crypto_box_afternm(bytes((inner,)) + body, self._mine + nonce, self._shared)
         return frames.frame(0, b"".join((_MESSAGE_HEAD, nonce, box)))
 
     def open(self, body: bytes) -> tuple[int, bytes]:
@@ -133,7 +199,7 @@ class CurveBox:
         if not body.startswith(_MESSAGE_HEAD) or number <= self._received:
             raise ViolationError("a frame is no MESSAGE, or one that has been here before")
         try:
-            content = nacl.crypto_box_open_afternm(body[_MESSAGE_BEGIN:], _FROM_CLIENT + nonce, self._shared)
+            content = nacl.crypto_box_open_afternm(body[_MESSAGE_BEGIN:], self._peers + nonce, self._shared)
         except CryptoError as error:
             raise ViolationError("a MESSAGE was not made with the keys of this connection") from error
         if not content:

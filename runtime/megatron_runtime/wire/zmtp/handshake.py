@@ -27,30 +27,42 @@ class Box(Protocol):
 
 
 class Handshake(Protocol):
-    """The server's part. key: the Z85 public key that the peer has proved to hold; b"" without keys."""
+    """One side's part. key: the Z85 public key that the peer has proved to hold; b"" without keys.
+
+    as_server: what the greeting says.
+    """
 
     mechanism: bytes
+    as_server: bool
     key: bytes
     properties: dict[bytes, bytes] | None
     box: Box | None
 
+    def begin(self) -> bytes:
+        """The first command; b"" where the peer begins."""
+
     def receive(self, command: bytes) -> bytes:
-        """The answer to the peer's next command. Raises ViolationError."""
+        """The answer to the peer's next command; b"" where there is none. Raises ViolationError."""
 
 
 class NullHandshake:
-    """Each says READY, and what it is."""
+    """Each says READY, and what it is. begins: before the peer has."""
 
-    def __init__(self, own_properties: bytes) -> None:
+    def __init__(self, own_properties: bytes, *, begins: bool = False) -> None:
         self.mechanism = b"NULL"
+        self.as_server = False
         self.key = b""
         self.box: Box | None = None
         self.properties: dict[bytes, bytes] | None = None
         self._own = own_properties
+        self._begins = begins
+
+    def begin(self) -> bytes:
+        return frames.command(b"READY", self._own) if self._begins else b""
 
     def receive(self, command: bytes) -> bytes:
         head = frames.command(b"READY")
         if not command.startswith(head):
             raise ViolationError("it does not begin with READY")
         self.properties = frames.read_properties(command[len(head) :])
-        return frames.command(b"READY", self._own)
+        return b"" if self._begins else frames.command(b"READY", self._own)

@@ -1,0 +1,159 @@
+"""What a frame may become is bounded wherever one is read: elements, depth, text, and what is allocated on the way."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import tracemalloc
+from pathlib import Path
+
+import msgpack
+import pytest
+from hostile_frames import BOMBS
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from megatron_runtime.wire.codec import (
+    CONTROL,
+    DETAILS,
+    PARAMETERS,
+    PLAIN,
+    REQUEST,
+    MalformedMessageError,
+    UnpackLimits,
+    header_of,
+    pack,
+    shown,
+    unpack,
+)
+from megatron_runtime.wire.headers import Header
+from megatron_runtime.wire.messages import decode
+from megatron_runtime.wire.vectors import VECTORS
+
+ROOT = Path(__file__).parents[3]
+SMALL = UnpackLimits(elements=2000, containers=500, depth=8, text_bytes=100)
+BYTES_AN_ELEMENT = 200
+"""An empty map in a list, with what the garbage collector adds, and some to spare."""
+
+
+@pytest.mark.parametrize("limits", [CONTROL, PLAIN, PARAMETERS, REQUEST], ids=["control", "plain", "params", "request"])
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_is_malformed_and_takes_no_more_memory_than_its_limits(bomb: str, limits: UnpackLimits) -> None:
+    frame = BOMBS[bomb](8 << 20)
+    tracemalloc.start()
+    try:
+        with pytest.raises(MalformedMessageError):
+            unpack(frame, limits)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    # Lengths are allocated when they are read, and are no more than the frame has bytes.
+    assert peak < 2 * len(frame) + 8 * len(frame) + limits.elements * 40 + limits.containers * BYTES_AN_ELEMENT
+
+
+def test_lists_that_are_never_filled_are_not_allocated() -> None:
+    """A kilobyte of it claimed 64 GiB."""
+    for size in (1 << 10, 5 << 10, 1 << 20):
+        frame = (b"\xdd" + size.to_bytes(4, "big")) * 1000 + bytes(size)
+        tracemalloc.start()
+        with pytest.raises(MalformedMessageError):
+            unpack(frame, DETAILS)
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 8 * 1024 * 1100 + 4 * len(frame)
+
+
+@pytest.mark.parametrize(
+    ("value", "is_read"),
+    [
+        ([0] * 2000, True),
+        ([0] * 2001, False),
+        ([[0] * 999, [0] * 999], True),
+        ([[0] * 999, [0] * 1000], False),
+        ([[]] * 499, True),
+        ([[]] * 500, False),
+        ({number: None for number in range(2000)}, True),
+        ({number: None for number in range(2001)}, False),
+        ("x" * 100, True),
+        ("x" * 101, False),
+        (b"x" * 101, False),
+        ([[[[[[[[1]]]]]]]], True),
+        ([[[[[[[[[1]]]]]]]]], False),
+        ({"a": [{"b": [{"c": [{"d": {}}]}]}]}, True),
+        ({"a": [{"b": [{"c": [{"d": {"e": {}}}]}]}]}, False),
+        ([1, [2], {"a": [3]}, "x", b"y", None, 1.5, True], True),
+    ],
+    ids=lambda value: shown(value) if not isinstance(value, bool) else "",
+)
+def test_each_limit_is_exact(value: object, is_read: bool) -> None:
+    with contextlib.nullcontext() if is_read else pytest.raises(MalformedMessageError, match="at most|limits"):
+        assert unpack(msgpack.packb(value), SMALL) == value
+
+
+def test_extension_types_are_read_where_they_are_asked_for_only() -> None:
+    for value in (msgpack.ExtType(1, b"x"), msgpack.Timestamp(1, 2)):
+        with pytest.raises(MalformedMessageError):
+            unpack(msgpack.packb(value))
+    assert unpack(msgpack.packb(msgpack.ExtType(1, b"x")), extension=lambda code, data: (code, data)) == (1, b"x")
+
+
+@given(st.binary(max_size=300))
+@example(b"\x91" * 1100)
+@example(b"\xdf\xff\xff\xff\xff")
+@example(b"\x81\x90\x01")
+def test_any_bytes_are_a_value_or_malformed(data: bytes) -> None:
+    for limits in (SMALL, CONTROL, PLAIN):
+        with contextlib.suppress(MalformedMessageError):
+            unpack(data, limits)
+    with contextlib.suppress(MalformedMessageError):
+        decode([data])
+    assert header_of(data) is None or isinstance(header_of(data), int)
+
+
+_NESTED = st.recursive(
+    st.none() | st.integers(-(2**63), 2**64 - 1) | st.text(max_size=5) | st.binary(max_size=5) | st.floats(),
+    lambda inner: st.lists(inner, max_size=6) | st.dictionaries(st.text(max_size=3), inner, max_size=4),
+    max_leaves=60,
+)
+
+
+@given(st.sampled_from(list(Header)), st.lists(_NESTED, max_size=4))
+def test_any_value_under_any_header_is_a_message_or_malformed(header: Header, values: list[object]) -> None:
+    for plain in (CONTROL, PLAIN):
+        with contextlib.suppress(MalformedMessageError):
+            decode([pack([int(header), *values])], plain=plain)
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_a_header_is_found_however_it_is_encoded(name: str) -> None:
+    frame = VECTORS[name].to_frames()[0]
+    if not frame:
+        return
+    wide = b"\xdc" + bytes((0, frame[0] & 15)) + b"\xcd\x00" + bytes((frame[1],)) + frame[2:]
+    assert header_of(frame) == header_of(wide) == frame[1]
+    assert decode([wide]) == decode([frame])
+
+
+def test_an_error_shows_little_of_a_large_value() -> None:
+    for value in ("x" * (8 << 20), b"\xff" * (8 << 20), [0] * 100_000, {"k": "x" * 10_000}, 1 << 63, None):
+        assert len(shown(value)) < 200
+    with pytest.raises(MalformedMessageError) as refused:
+        decode([pack([int(Header.HELLO), {"role": 1, "name": "x" * 60_000, "incarnation": 1}])])
+    assert "field name" in str(refused.value)
+    assert len(str(refused.value)) < 300
+
+
+def test_only_the_codec_reads_msgpack() -> None:
+    readers = {"unpackb", "unpack", "loads", "load", "Unpacker"}
+    found = []
+    for folder in ("runtime", "operator", "kernels", "localcluster"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                    if node.value.id == "msgpack" and node.attr in readers:
+                        found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+                elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "msgpack":
+                    found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
+    assert {place.rsplit(":", 1)[0] for place in found} == {"runtime/megatron_runtime/wire/codec.py"}, (
+        f"read msgpack by codec.unpack, with limits: {found}"
+    )
