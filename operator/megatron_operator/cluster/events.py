@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import EVENT, RESOURCE
+from megatron_operator.model.text import printable
 from megatron_operator.plan.world import EmitEvent
 from megatron_operator.render.context import FIELD_MANAGER
 
@@ -58,7 +59,7 @@ class Recorder:
             "action": event.reason,
             "reason": event.reason,
             "type": event.type,
-            "note": event.message.encode()[:MAX_NOTE].decode(errors="ignore"),
+            "note": printable(event.message).encode()[:MAX_NOTE].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": RESOURCE.api_version,
                 "kind": RESOURCE.kind,

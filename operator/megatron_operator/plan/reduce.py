@@ -90,6 +90,13 @@ def _last_end(status: Object) -> Object | None:
     return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
 
 
+def _image_of(obj: Object, container: str) -> str:
+    """The image that a pod names for one of its containers."""
+    spec = obj.get("spec") or {}
+    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    return next((str(entry.get("image") or "") for entry in containers if entry.get("name") == container), "")
+
+
 def reduce_pod(obj: Object) -> PodView:
     """A pod as decisions see it."""
     metadata, status = obj["metadata"], obj.get("status") or {}
@@ -113,6 +120,7 @@ def reduce_pod(obj: Object) -> PodView:
         reason=reason,
         message=message,
         ended=str(ended.get("container") or ""),
+        image=_image_of(obj, str(ended.get("container") or "")),
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),

@@ -68,7 +68,7 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
-    text = explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status})
+    text = "\n".join(explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status}))
     assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
@@ -88,7 +88,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
     cluster.pods["demo-engine-1-0"]["spec"] = {"nodeName": "node-a"}
     metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
     resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
-    lines = causes(resource, list(cluster.pods.values())).splitlines()
+    lines = causes(resource, list(cluster.pods.values()))
     below = lines[lines.index("  demo-engine-1 is Pending, 0 ranks registered") :]
     assert below[1].startswith("    pod demo-engine-1-0, Running, on node node-a: CrashLooping: ")
     assert "exit code 3" in below[1]
@@ -99,7 +99,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
 
 
 def test_explain_without_a_status_asks_for_an_operator() -> None:
-    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})
+    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
 
 
 @pytest.mark.parametrize("name", sorted(generated_files()))

@@ -139,7 +139,7 @@ def test_the_coordinators_ports_are_open_to_one_kind_of_peer_each() -> None:
     assert peers[5555][0]["podSelector"]["matchLabels"][component] == "server"
     assert peers[5556][0]["podSelector"]["matchLabels"][component] == "engine"
     assert "namespaceSelector" in peers[5557][0]
-    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
 
 
 def test_keys_must_be_complete() -> None:
