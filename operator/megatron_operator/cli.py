@@ -101,7 +101,10 @@ def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
 
 def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
     """The settings that options ask for, and the options that are none of them."""
-    policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values()})
+    try:
+        policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     names = ("runtime_image", "operator_namespace", "image_pull_policy", "security", "quoted_repositories")
     given = {name: options.pop(name) for name in (*names, "egress_policies") if name in options}
     return Settings(**given, pod_policy=policy), options
@@ -277,7 +280,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
     """Print a Job that fetches a resource's Hugging Face repository into a claim, and how to use it from there."""
     try:
-        context = read_resource(path).context(Settings(**settings))
+        context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
     except (ResourceFileError, NothingToPrefetch) as error:
         fail(error)

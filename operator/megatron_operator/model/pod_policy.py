@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import posixpath
 from dataclasses import dataclass
 from enum import Enum
 
@@ -43,6 +44,12 @@ class PodPolicy:
     """Environment variables that the default policy rejects because they load code or redirect a token."""
     metadata: tuple[str, ...] = ()
     """Keys of labels and annotations that the default policy rejects; one that ends in `/` allows its whole prefix."""
+
+    def __post_init__(self) -> None:
+        for prefix in self.host_paths:
+            if not prefix.strip("/") or posixpath.normpath(prefix) != prefix.rstrip("/") or not prefix.startswith("/"):
+                value, flag = Switch.HOST_PATHS.value
+                raise ValueError(f"{value} ({flag}): is {prefix!r}; give an absolute path below / without . and ..")
 
 
 def repository_of(image: str) -> str:
