@@ -218,7 +218,7 @@ def render(path: Path, output: str, **options: Any) -> None:
     try:
         children = all_children(read_resource(path).context(_settings(**options)[0]))
     except (ResourceFileError, InvalidPodTemplate) as error:
-        fail(error)
+        fail(error, lines=isinstance(error, ResourceFileError))
     document(_dump(children, form=output))
 
 
@@ -258,7 +258,7 @@ def plan(path: Path, against: str | None, context: str | None, **options: Any) -
         before = old.context(replace(fixed, pod_policy=None)) if old else None
         found = preview(before, new.context(fixed))
     except (ResourceFileError, InvalidPodTemplate) as error:
-        fail(error)
+        fail(error, lines=isinstance(error, ResourceFileError))
     if not found.changes and not found.steps:
         say("nothing changes")
         return
@@ -283,7 +283,7 @@ def prefetch(path: Path, claim: str, **settings: Any) -> None:
         context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
     except (ResourceFileError, NothingToPrefetch) as error:
-        fail(error)
+        fail(error, lines=isinstance(error, ResourceFileError))
     say("# Once this Job is complete, the resource may say:")
     for line in as_yaml([{"spec": source}]).splitlines():
         say(f"#   {line}")

@@ -38,6 +38,10 @@ def as_yaml(documents: list[dict[str, Any]]) -> str:
     return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=False)
 
 
-def fail(error: Exception) -> NoReturn:
-    """End the command with exit code 1 and the error's message, which may have several lines."""
-    raise click.ClickException(printable(str(error), lines=True)) from error
+def fail(error: Exception, *, lines: bool = False) -> NoReturn:
+    """End the command with exit code 1 and the error's message.
+
+    Args:
+        lines: the message has several lines, put together by this program.
+    """
+    raise click.ClickException(printable(str(error), lines=lines)) from error
