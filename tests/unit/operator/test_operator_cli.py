@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.generate import generated_files
-from megatron_operator.install import install_manifests
+from megatron_operator.install import HOME_RULES, install_manifests
+from megatron_operator.render.keys import ADMIN_SECRET
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "manifests/samples/cpu-demo.yaml"
@@ -116,6 +117,38 @@ def test_the_operator_may_not_list_secrets_or_touch_what_it_has_no_business_with
     for rule in rules:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
-            assert {"get", "create"} <= set(rule["verbs"]) <= {"get", "create", "patch"}
+            assert set(rule["verbs"]) <= {"get", "create", "patch"}
         if "megatroninferences" in rule["resources"]:
             assert set(rule["verbs"]) == {"get", "list", "watch"}
+
+
+def test_in_its_own_namespace_the_operator_reads_one_secret() -> None:
+    reading = [rule for rule in HOME_RULES if "secrets" in rule["resources"] and rule["verbs"] != ["create"]]
+    assert reading == [
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": [ADMIN_SECRET]},
+    ]
+
+
+@pytest.mark.parametrize("command", ["render", "plan"])
+def test_commands_apply_the_pod_policy_and_take_its_switches(tmp_path: Path, command: str) -> None:
+    resource = yaml.safe_load(DEMO.read_text())
+    resource["spec"]["engine"]["podTemplate"]["spec"]["hostNetwork"] = True
+    path = tmp_path / "host.yaml"
+    path.write_text(yaml.safe_dump(resource))
+    rejected = _run(command, "-f", str(path))
+    assert rejected.exit_code == 1
+    assert "Error: spec.engine.podTemplate.spec.hostNetwork: is True; false is allowed; " in rejected.output
+    assert "podPolicy.hostNetwork in the operator's chart (--allow-host-network)" in rejected.output
+    assert _run(command, "-f", str(path), "--allow-host-network").exit_code == 0
+    bad = _run(command, "-f", str(path), "--allow-host-path", "/")
+    assert (bad.exit_code, "podPolicy.hostPaths (--allow-host-path): is '/'" in bad.output) == (2, True)
+
+
+def test_a_plan_that_corrects_a_resource_from_before_the_policy_can_be_made(tmp_path: Path) -> None:
+    resource = yaml.safe_load(DEMO.read_text())
+    resource["spec"]["engine"]["podTemplate"]["spec"]["hostPID"] = True
+    path = tmp_path / "before.yaml"
+    path.write_text(yaml.safe_dump(resource))
+    result = _run("plan", "-f", str(DEMO), "--against", str(path))
+    assert result.exit_code == 0, result.output
+    assert "hostPID: True -> absent" in result.output
