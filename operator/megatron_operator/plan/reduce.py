@@ -105,12 +105,13 @@ def reduce_pod(obj: Object) -> PodView:
     reason, message = _waiting(status)
     ended = _last_end(status) or {}
     created = metadata.get("creationTimestamp")
+    index = str(labels.get(LABEL_POD_INDEX) or "")
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         component=labels.get(LABEL_COMPONENT, ""),
         engine=labels.get(LABEL_ENGINE, ""),
-        index=int(labels.get(LABEL_POD_INDEX) or 0),
+        index=int(index) if index.isdecimal() else 0,
         phase=str(status.get("phase") or "Pending"),
         ready=ready is not None and ready.get("status") == "True",
         deleting=metadata.get("deletionTimestamp") is not None,
