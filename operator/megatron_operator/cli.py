@@ -5,23 +5,25 @@ Exit codes: 0 done, 1 a resource or cluster is wrong, 2 the command line is.
 
 from __future__ import annotations
 
-import json
 import sys
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import click
-import yaml
 
 from megatron_operator import __version__
 from megatron_operator.install import install_manifests
 from megatron_operator.manifest_file import ResourceFile, ResourceFileError, read_resource, resource_of
 from megatron_operator.model.crd import custom_resource_definition
+from megatron_operator.model.pod_policy import PodPolicy, Switch
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.children import all_children
 from megatron_operator.render.compare import preview
 from megatron_operator.render.context import InvalidPodTemplate
-from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job
+from megatron_operator.render.prefetch import NothingToPrefetch, claim_source, prefetch_job, prefetch_policy
+from megatron_operator.terminal import as_json, as_yaml, document, fail, say, say_lines
 
 LOG_LEVELS = ["debug", "info", "warning", "error"]
 DEFAULT_RUNTIME_IMAGE = f"megatron-runtime:{__version__}"
@@ -58,14 +60,58 @@ resource_file = click.option(
 )
 
 
+egress_policies = click.option(
+    "--egress-policies/--no-egress-policies",
+    default=True,
+    show_default=True,
+    help="NetworkPolicies limit what the pods of a resource may connect to.",
+)
+_POLICY: dict[Switch, tuple[str, str | None, str]] = {
+    Switch.HOST_PATHS: ("host_paths", "PREFIX", "podTemplates may mount host paths below PREFIX, read-only."),
+    Switch.CAPABILITIES: ("capabilities", "NAME", "podTemplates may add this Linux capability, such as IPC_LOCK."),
+    Switch.HOST_NETWORK: ("host_network", None, "podTemplates may set hostNetwork."),
+    Switch.SIDECARS: ("sidecars", None, "podTemplates may add containers and init containers."),
+    Switch.SERVICE_ACCOUNTS: ("service_accounts", "NAME", "podTemplates may name this service account."),
+    Switch.IMAGES: (
+        "image_repositories",
+        "REPOSITORY",
+        "Images of this repository may run, besides those of the runtime image's; all below it when it ends in /.",
+    ),
+    Switch.ENVIRONMENT: ("environment", "NAME", "podTemplates may set this variable, which the default rejects."),
+    Switch.METADATA: (
+        "metadata",
+        "KEY",
+        "podTemplates may set this label or annotation, which the default rejects; a prefix when it ends in /.",
+    ),
+}
+"""For each switch: the field of PodPolicy, the flag's argument (None: it has none) and its help."""
+
+
+def pod_policy(command: Callable[..., None]) -> Callable[..., None]:
+    """The options of what podTemplates may contain. `_settings` turns their values into a PodPolicy."""
+    for switch, (name, argument, text) in reversed(_POLICY.items()):
+        flag = switch.value[1]
+        if argument is None:
+            option = click.option(flag, name, is_flag=True, help=text)
+        else:
+            option = click.option(flag, name, multiple=True, metavar=argument, help=f"{text} May repeat.")
+        command = option(command)
+    return command
+
+
+def _settings(**options: Any) -> tuple[Settings, dict[str, Any]]:
+    """The settings that options ask for, and the options that are none of them."""
+    try:
+        policy = PodPolicy(**{name: options.pop(name) for name, _, _ in _POLICY.values() if name in options})
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    names = ("runtime_image", "operator_namespace", "image_pull_policy", "security", "quoted_repositories")
+    given = {name: options.pop(name) for name in (*names, "egress_policies") if name in options}
+    return Settings(**given, pod_policy=policy), options
+
+
 def _dump(documents: list[dict[str, Any]], *, form: str) -> str:
-    if form == "json":
-        return json.dumps(documents[0] if len(documents) == 1 else documents, indent=2) + "\n"
-    return yaml.safe_dump_all(documents, sort_keys=False, width=120, allow_unicode=True)
-
-
-def _fail(error: Exception) -> None:
-    raise click.ClickException(str(error)) from error
+    return as_json(documents) if form == "json" else as_yaml(documents)
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
@@ -109,14 +155,20 @@ def main() -> None:
     help="Template of a coordinator's admin address with {name} and {namespace}. Default: its Service's cluster IP.",
 )
 @click.option("--security/--no-security", default=True, show_default=True, help="CURVE on every socket.")
+@pod_policy
+@click.option(
+    "--quote-image-repository",
+    "quoted_repositories",
+    multiple=True,
+    metavar="REPOSITORY",
+    help="The status quotes termination messages of images of this repository, besides those of the runtime image's; "
+    "all below it when it ends in /. May repeat.",
+)
+@egress_policies
 @click.option("--log-format", type=click.Choice(["json", "text"]), default="json", show_default=True)
 @click.option("--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True)
 def run(
     *,
-    runtime_image: str,
-    operator_namespace: str,
-    image_pull_policy: str,
-    security: bool,
     coordinator_address: str | None,
     log_format: Literal["json", "text"],
     log_level: str,
@@ -128,18 +180,11 @@ def run(
     from megatron_operator.controller.options import RunOptions
 
     configure(style=log_format, level=log_level)
-    settings = Settings(
-        runtime_image=runtime_image,
-        operator_namespace=operator_namespace,
-        image_pull_policy=image_pull_policy,
-        security=security,
-    )
+    settings, others = _settings(**options)
     try:
-        code = controller.run(
-            RunOptions(settings=settings, coordinator_address_template=coordinator_address, **options)
-        )
+        code = controller.run(RunOptions(settings=settings, coordinator_address_template=coordinator_address, **others))
     except controller.OperatorStartError as error:
-        raise click.ClickException(str(error)) from error
+        fail(error)
     sys.exit(code)
 
 
@@ -147,7 +192,7 @@ def run(
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
 def crd(output: str) -> None:
     """Print the CustomResourceDefinition."""
-    click.echo(_dump([custom_resource_definition()], form=output), nl=False)
+    document(_dump([custom_resource_definition()], form=output))
 
 
 @main.command()
@@ -157,7 +202,7 @@ def crd(output: str) -> None:
 def install(operator_namespace: str, runtime_image: str, image: str) -> None:
     """Print the manifests that install the operator without Helm, for `kubectl apply --server-side -f -`."""
     manifests = install_manifests(namespace=operator_namespace, image=image, runtime_image=runtime_image)
-    click.echo(_dump(manifests, form="yaml"), nl=False)
+    document(as_yaml(manifests))
 
 
 @main.command()
@@ -165,14 +210,16 @@ def install(operator_namespace: str, runtime_image: str, image: str) -> None:
 @runtime_image
 @operator_namespace
 @image_pull_policy
+@pod_policy
+@egress_policies
 @click.option("-o", "--output", type=click.Choice(["yaml", "json"]), default="yaml", show_default=True)
-def render(path: Path, output: str, **settings: Any) -> None:
+def render(path: Path, output: str, **options: Any) -> None:
     """Print the children that a resource would get. The keys Secret is made in the cluster and not printed."""
     try:
-        children = all_children(read_resource(path).context(Settings(**settings)))
+        children = all_children(read_resource(path).context(_settings(**options)[0]))
     except (ResourceFileError, InvalidPodTemplate) as error:
-        _fail(error)
-    click.echo(_dump(children, form=output), nl=False)
+        fail(error, lines=isinstance(error, ResourceFileError))
+    document(_dump(children, form=output))
 
 
 def _present(new: ResourceFile, against: str | None, *, context: str | None) -> ResourceFile | None:
@@ -197,27 +244,31 @@ def _present(new: ResourceFile, against: str | None, *, context: str | None) -> 
 @runtime_image
 @operator_namespace
 @image_pull_policy
-def plan(path: Path, against: str | None, context: str | None, **settings: Any) -> None:
+@pod_policy
+@egress_policies
+def plan(path: Path, against: str | None, context: str | None, **options: Any) -> None:
     """Say what applying FILE would change, why, and which engines restart."""
-    fixed = Settings(**settings)
+    fixed, _ = _settings(**options)
     try:
         new = read_resource(path)
         old = _present(new, against, context=context)
         if old is not None and (old.name, old.namespace) != (new.name, new.namespace):
             raise ResourceFileError(f"{against}: is {old.namespace}/{old.name}, not {new.namespace}/{new.name}")
-        found = preview(old.context(fixed) if old else None, new.context(fixed))
+        # What runs may be from before the policy that new resources have to meet.
+        before = old.context(replace(fixed, pod_policy=None)) if old else None
+        found = preview(before, new.context(fixed))
     except (ResourceFileError, InvalidPodTemplate) as error:
-        _fail(error)
+        fail(error, lines=isinstance(error, ResourceFileError))
     if not found.changes and not found.steps:
-        click.echo("nothing changes")
+        say("nothing changes")
         return
     for change in found.changes:
         note = "  [restarts its pods]" if change.restarts else ""
-        click.echo(f"{change.verb:7} {change.child}{f'  {change.field}' if change.field else ''}{note}")
+        say(f"{change.verb:7} {change.child}{f'  {change.field}' if change.field else ''}{note}")
     for number, step in enumerate(found.steps, start=1):
-        click.echo(f"step {number}: {step}")
+        say(f"step {number}: {step}")
     restarted = [change.child for change in found.changes if change.restarts and "StatefulSet" in change.child]
-    click.echo(f"engines that restart: {', '.join(name.split()[-1] for name in restarted) or 'none'}")
+    say(f"engines that restart: {', '.join(name.split()[-1] for name in restarted) or 'none'}")
 
 
 @main.command()
@@ -225,17 +276,19 @@ def plan(path: Path, against: str | None, context: str | None, **settings: Any) 
 @click.option("--claim", required=True, help="PersistentVolumeClaim in the resource's namespace that gets the files.")
 @runtime_image
 @image_pull_policy
+@egress_policies
 def prefetch(path: Path, claim: str, **settings: Any) -> None:
     """Print a Job that fetches a resource's Hugging Face repository into a claim, and how to use it from there."""
     try:
-        context = read_resource(path).context(Settings(**settings))
+        context = read_resource(path).context(_settings(**settings)[0])
         job, source = prefetch_job(context, claim), claim_source(context, claim)
     except (ResourceFileError, NothingToPrefetch) as error:
-        _fail(error)
-    click.echo("# Once this Job is complete, the resource may say:")
-    for line in _dump([{"spec": source}], form="yaml").splitlines():
-        click.echo(f"#   {line}")
-    click.echo(_dump([job], form="yaml"), nl=False)
+        fail(error, lines=isinstance(error, ResourceFileError))
+    say("# Once this Job is complete, the resource may say:")
+    for line in as_yaml([{"spec": source}]).splitlines():
+        say(f"#   {line}")
+    policies = [prefetch_policy(context)] if context.settings.egress_policies else []
+    document(as_yaml([*policies, job]))
 
 
 @main.command()
@@ -249,10 +302,10 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
 
     try:
         client = ResourceClient(namespace=namespace, context=context)
-        text = causes(client.get(name), client.pods(name))
+        lines = causes(client.get(name), client.pods(name))
     except ClusterError as error:
-        _fail(error)
-    click.echo(text)
+        fail(error)
+    say_lines(lines)
 
 
 if __name__ == "__main__":

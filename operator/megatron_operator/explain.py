@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
@@ -13,13 +14,15 @@ from megatron_operator.plan.world import PodView
 _DOCS = {reason.value: reason.doc for reason in Reason}
 
 
-def explanation(resource: Mapping[str, Any]) -> str:
-    """The chain from what is wanted to what is waited for, then conditions, engines and the last transitions."""
+def explanation(resource: Mapping[str, Any]) -> list[str]:
+    """The lines of the chain from what is wanted to what is waited for, then conditions, engines and transitions."""
     metadata, status = resource["metadata"], resource.get("status") or {}
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
     if not status:
-        return f"{title}: wanted {desired}; no status yet: no operator has seen it. Is one running for this namespace?"
+        return [
+            f"{title}: wanted {desired}; no status yet: no operator has seen it. Is one running for this namespace?"
+        ]
     lines = [f"{title}: {status.get('state')}, wanted {desired}, {status.get('ready', '0/0')} engines ready"]
     if metadata.get("generation") != status.get("observedGeneration"):
         lines.append("  the latest change of the spec has not been seen by the operator yet")
@@ -27,15 +30,15 @@ def explanation(resource: Mapping[str, Any]) -> str:
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
     lines += _history(status)
-    return "\n".join(lines)
+    return lines
 
 
-def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> str:
+def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> list[str]:
     """From the resource down to the pod, scheduler or rank that holds it up, one step a line."""
     status = resource.get("status") or {}
-    lines = explanation(resource).split("\nconditions:")[0].split("\n")
+    lines = list(takewhile(lambda line: line != "conditions:", explanation(resource)))
     if not status or status.get("plan") is None:
-        return "\n".join(lines)
+        return lines
     engines = {entry["name"]: entry for entry in status.get("engines") or ()}
     views = sorted((reduce_pod(pod) for pod in pods), key=lambda view: (view.engine, view.name))
     nodes = {pod["metadata"]["name"]: (pod.get("spec") or {}).get("nodeName") for pod in pods}
@@ -48,7 +51,7 @@ def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> st
     bare = sorted(name for name, entry in engines.items() if entry["state"] == "Pending")
     with_pods = {view.engine for view in views}
     lines += [f"  {name} is Pending and has no pods" for name in bare if name not in with_pods]
-    return "\n".join(lines)
+    return lines
 
 
 def _pod_line(view: PodView, node: str | None) -> str:

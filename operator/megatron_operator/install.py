@@ -9,6 +9,7 @@ from typing import Any
 
 from megatron_operator.model.crd import custom_resource_definition
 from megatron_operator.model.resource import GROUP, PLURAL
+from megatron_operator.render.keys import ADMIN_SECRET
 
 Manifest = dict[str, Any]
 Rule = dict[str, list[str]]
@@ -24,8 +25,9 @@ collector."""
 OWN = [*APPLY, "delete"]
 
 
-def _rule(group: str, resources: list[str], verbs: list[str]) -> Rule:
-    return {"apiGroups": [group], "resources": resources, "verbs": verbs}
+def _rule(group: str, resources: list[str], verbs: list[str], *, names: list[str] | None = None) -> Rule:
+    rule = {"apiGroups": [group], "resources": resources, "verbs": verbs}
+    return {**rule, "resourceNames": names} if names else rule
 
 
 RESOURCE_RULES: list[Rule] = [
@@ -41,11 +43,13 @@ RESOURCE_RULES: list[Rule] = [
     _rule("", ["secrets"], ["get", "create", "patch"]),
     _rule("events.k8s.io", ["events"], ["get", "list", "create", "patch"]),
 ]
-"""What the operator does where resources are. Secrets are read, created and rotated by name, never listed."""
+"""What the operator does where resources are. Secrets are read, created and rotated by name, never listed. RBAC cannot
+limit that to the names NAME-keys: it knows no patterns, and no names for what is created."""
 
 HOME_RULES: list[Rule] = [
     _rule("coordination.k8s.io", ["leases"], ["get", "create", "update"]),
-    _rule("", ["secrets"], ["get", "create"]),
+    _rule("", ["secrets"], ["create"]),
+    _rule("", ["secrets"], ["get"], names=[ADMIN_SECRET]),
 ]
 """What it does in its own namespace: its Lease and its admin key."""
 

@@ -11,6 +11,7 @@ from megatron_operator import __version__
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import DesiredState
 from megatron_operator.resource_client import ClusterError, ResourceClient
+from megatron_operator.terminal import fail, say, say_lines
 
 VERBS: dict[str, tuple[DesiredState, str]] = {
     "pause": (DesiredState.PAUSED, "Freeze work in place; new requests wait."),
@@ -39,8 +40,8 @@ def status(name: str, namespace: str | None, context: str | None) -> None:
     try:
         resource = ResourceClient(namespace=namespace, context=context).get(name)
     except ClusterError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(explanation(resource))
+        fail(error)
+    say_lines(explanation(resource))
 
 
 @main.command()
@@ -49,10 +50,10 @@ def explain(name: str, namespace: str | None, context: str | None) -> None:
     """Say what holds NAME up, from the resource down to the pod, the scheduler or the rank."""
     try:
         client = ResourceClient(namespace=namespace, context=context)
-        text = causes(client.get(name), client.pods(name))
+        lines = causes(client.get(name), client.pods(name))
     except ClusterError as error:
-        raise click.ClickException(str(error)) from error
-    click.echo(text)
+        fail(error)
+    say_lines(lines)
 
 
 def _verb(verb: str) -> None:
@@ -69,8 +70,8 @@ def _verb(verb: str) -> None:
             if options["wait"]:
                 client.wait_state(name, desired.value, timeout_seconds=options["timeout"])
         except ClusterError as error:
-            raise click.ClickException(str(error)) from error
-        click.echo(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} asked for")
+            fail(error)
+        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} asked for")
 
 
 for _name in VERBS:

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from megatron_operator.model.resource import API_VERSION, KIND, MegatronInferenceSpec, check_name, parse_spec
 from megatron_operator.model.settings import Settings
+from megatron_operator.model.text import printable
 from megatron_operator.render.context import RenderContext
 
 
@@ -37,7 +38,9 @@ def describe(error: ValidationError) -> str:
     for fault in error.errors():
         message = fault["msg"].removeprefix("Value error, ")
         path = ".".join(["spec", *(str(part) for part in fault["loc"])])
-        lines.append(message if message.startswith("spec.") else f"{path}: {message} (is {fault['input']!r})")
+        lines.append(
+            printable(message if message.startswith("spec.") else f"{path}: {message} (is {fault['input']!r})")
+        )
     return "\n".join(lines)
 
 

@@ -34,7 +34,8 @@ async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[L
 async def test_whatever_wedged_a_resource_is_got_over_by_taking_it_back(
     fleet: LiveFleet, make_operator: Callable[..., OperatorProcess], make_resource: Callable[[str], Any]
 ) -> None:
-    operator = make_operator("--no-security", "--coordinator-address", fleet.address_template)
+    images = ("--allow-image-repository", "registry.example/none")
+    operator = make_operator("--no-security", "--coordinator-address", fleet.address_template, *images)
     await operator.start()
     sound: dict[str, str] = {}
 

@@ -59,3 +59,45 @@ def test_a_value_that_the_chart_does_not_know_is_refused_by_name(platform: Platf
     refused = subprocess.run(command, check=False, capture_output=True, text=True)
     assert refused.returncode != 0
     assert words in refused.stderr
+
+
+SWITCHES = {
+    "podPolicy.hostPaths={/dev/infiniband}": ["--allow-host-path", "/dev/infiniband"],
+    "podPolicy.capabilities={IPC_LOCK}": ["--allow-capability", "IPC_LOCK"],
+    "podPolicy.hostNetwork=true": ["--allow-host-network"],
+    "podPolicy.sidecars=true": ["--allow-sidecars"],
+    "podPolicy.serviceAccounts={trainer}": ["--allow-service-account", "trainer"],
+    "podPolicy.imageRepositories={registry.example/}": ["--allow-image-repository", "registry.example/"],
+    "podPolicy.environment={HF_ENDPOINT}": ["--allow-environment", "HF_ENDPOINT"],
+    "podPolicy.metadata={example.org/a}": ["--allow-metadata", "example.org/a"],
+    "podPolicy.quotedImageRepositories={registry.example/a}": ["--quote-image-repository", "registry.example/a"],
+    "networkPolicy.egress=false": ["--no-egress-policies"],
+    "podPolicy=null": [],
+    "networkPolicy.egress=null": [],
+}
+
+
+@pytest.mark.parametrize("value", SWITCHES)
+def test_a_switch_of_the_chart_reaches_the_operator(platform: Platform, value: str) -> None:
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0"]
+    show = ["--show-only", "templates/deployment.yaml", "--set", value]
+    rendered = subprocess.run([*command, *show], check=True, capture_output=True, text=True).stdout
+    (container,) = yaml.safe_load(rendered)["spec"]["template"]["spec"]["containers"]
+    plain = ["run", "--runtime-image", "megatron-runtime:0.1.0", "--image-pull-policy", "IfNotPresent"]
+    assert container["args"] == [*plain, *SWITCHES[value]]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("podPolicy.hostPaths={/dev/../etc}", "/podPolicy/hostPaths/0"),
+        ("podPolicy.hostPaths={/}", "/podPolicy/hostPaths/0"),
+        ("podPolicy.capabilities={ALL}", "/podPolicy/capabilities/0"),
+        ("podPolicy.privileged=true", "privileged"),
+    ],
+)
+def test_a_switch_that_would_allow_everything_is_refused(platform: Platform, value: str, words: str) -> None:
+    command = [platform.helm, "template", "megatron", installation.CHART, "--kube-version", "1.34.0", "--set", value]
+    refused = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert refused.returncode != 0
+    assert words in refused.stderr

@@ -16,6 +16,7 @@ from typing import Any
 import zmq
 
 from megatron_operator.cluster.keys import keys_view, new_resource_keys, rotation_patch
+from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import (
@@ -172,11 +173,17 @@ class Cluster:
     """One resource and all around it."""
 
     def __init__(
-        self, spec: dict[str, Any], *, name: str = "demo", image: str = "runtime:1", security: bool = True
+        self,
+        spec: dict[str, Any],
+        *,
+        name: str = "demo",
+        image: str = "runtime:1",
+        security: bool = True,
+        pod_policy: PodPolicy | None = None,
     ) -> None:
         self.name = name
         self.spec = copy.deepcopy(spec)
-        self.settings = Settings(runtime_image=image, security=security)
+        self.settings = Settings(runtime_image=image, security=security, pod_policy=pod_policy or PodPolicy())
         self.generation = 1
         self.status: dict[str, Any] = {}
         self.objects: dict[ChildRef, dict[str, Any]] = {}
@@ -382,9 +389,11 @@ class Cluster:
             waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
             ended = {"exitCode": 3, "reason": "Error", "message": "no such weights", "finishedAt": "x"}
             status["containerStatuses"] = [{"restartCount": 3, "state": waiting, "lastState": {"terminated": ended}}]
+            status["containerStatuses"][0]["name"] = template["spec"]["containers"][0]["name"]
         metadata = {"name": name, "uid": f"uid-{next(self.uids)}", "labels": labels}
         metadata["server_key"] = (template["metadata"].get("annotations") or {}).get(ANNOTATION_SERVER_KEY)
-        return {"metadata": metadata, "status": status}
+        spec = {key: template["spec"][key] for key in ("containers", "initContainers") if key in template["spec"]}
+        return {"metadata": metadata, "spec": spec, "status": status}
 
     def restart_coordinator(self, pod: str) -> None:
         """It comes back knowing what engines told it, and takes its own key from the files of that moment."""

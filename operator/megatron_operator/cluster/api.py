@@ -18,6 +18,7 @@ import aiohttp
 from kubernetes.aio.client import ApiClient, ApiException, Configuration
 
 from megatron_operator.cluster.kinds import Kind
+from megatron_operator.cluster.nesting import decode
 
 logger = logging.getLogger(__name__)
 
@@ -190,7 +191,8 @@ class KubeApi:
         if not 200 <= status <= 299:
             raise _refusal(status, text, headers)
         try:
-            return json.loads(text)
+            answer: Object = decode(text)
+            return answer
         except ValueError as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: the answer is not JSON: {error}") from error
 

@@ -14,6 +14,7 @@ import kopf
 from kubernetes.aio.client import Configuration
 from kubernetes.aio.config import ConfigException, load_incluster_config, load_kube_config
 
+from megatron_operator.cluster.nesting import BoundedResponse
 from megatron_operator.cluster.watch_ages import WatchAges
 
 
@@ -62,6 +63,7 @@ def kopf_session(configuration: Configuration, *, watches: WatchAges) -> kopf.Ai
         headers=login.as_http_headers(),
         trust_env=bool(getproxies()),
         trace_configs=[watches.trace()],
+        response_class=BoundedResponse,
     )
     return kopf.AiohttpSession(server=login.server, aiohttp_session=session)
 

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 
 from megatron_operator.cluster.api import ApiError, KubeApi, Object
 from megatron_operator.cluster.kinds import EVENT, RESOURCE
+from megatron_operator.model.text import printable
 from megatron_operator.plan.world import EmitEvent
 from megatron_operator.render.context import FIELD_MANAGER
 
@@ -46,7 +47,8 @@ class Recorder:
             logger.warning("event not counted", extra={"reason": body["reason"], "error": str(error)})
 
     def _body(self, event: EmitEvent, *, name: str, namespace: str, uid: str) -> Object:
-        words = "\0".join((uid, event.type, event.reason, event.message))
+        message = printable(event.message)
+        words = "\0".join((uid, event.type, event.reason, message))
         digest = hashlib.blake2b(words.encode(), digest_size=8).hexdigest()
         return {
             "apiVersion": EVENT.api_version,
@@ -58,7 +60,7 @@ class Recorder:
             "action": event.reason,
             "reason": event.reason,
             "type": event.type,
-            "note": event.message.encode()[:MAX_NOTE].decode(errors="ignore"),
+            "note": message.encode()[:MAX_NOTE].decode(errors="ignore"),
             "regarding": {
                 "apiVersion": RESOURCE.api_version,
                 "kind": RESOURCE.kind,

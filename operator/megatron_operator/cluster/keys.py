@@ -17,6 +17,7 @@ from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.world import KeysView, RotateKeys
 from megatron_operator.render.context import LABEL_MANAGED_BY, LABEL_NAME
 from megatron_operator.render.keys import (
+    ADMIN_SECRET,
     AFTER,
     ANNOTATION_GENERATION,
     ANNOTATION_SERVER,
@@ -32,7 +33,6 @@ from megatron_runtime.wire.security import KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
 
-ADMIN_SECRET = "megatron-operator-admin"
 _MANAGED_BY = "megatron-operator"
 
 

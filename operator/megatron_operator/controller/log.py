@@ -8,6 +8,8 @@ import sys
 from datetime import UTC, datetime
 from typing import Any, Literal
 
+from megatron_operator.model.text import printable
+
 _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}
 _QUIET = ("kopf", "asyncio", "aiohttp.access")
 
@@ -17,6 +19,8 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 class JsonFormatter(logging.Formatter):
+    """JSON escapes every character that is not ASCII, and with it whatever a terminal would act upon."""
+
     def format(self, record: logging.LogRecord) -> str:
         line = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
@@ -27,15 +31,20 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return json.dumps(line, default=str).replace("\x7f", "\\u007f")
 
 
 class TextFormatter(logging.Formatter):
+    """One line a record; what follows an exception is indented, so that no text can pass for a record of its own."""
+
     def format(self, record: logging.LogRecord) -> str:
         when = datetime.fromtimestamp(record.created, UTC).strftime("%H:%M:%S.%f")[:-3]
         fields = "".join(f" {key}={value}" for key, value in _fields(record).items())
-        line = f"{when} {record.levelname:<7} {record.getMessage()}{fields}"
-        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+        line = printable(f"{when} {record.levelname:<7} {record.getMessage()}{fields}")
+        if not record.exc_info:
+            return line
+        trace = printable(self.formatException(record.exc_info), lines=True)
+        return "\n    ".join([line, *trace.splitlines()])
 
 
 def configure(*, style: Literal["json", "text"] = "json", level: str = "INFO") -> None:

@@ -79,6 +79,10 @@ class Reason(Documented):
     )
     INVALID_SPEC = "InvalidSpec", "The spec cannot be understood by this version of the operator."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server refuses the result."
+    NOT_ALLOWED = (
+        "NotAllowed",
+        "The operator's pod policy does not allow a field of the spec; the message names it. What runs keeps serving.",
+    )
     CHILD_REFUSED = "ChildRefused", "The API server refuses a child for another reason, such as a quota."
     CHILD_NOT_OWNED = "ChildNotOwned", "An object with the name of a child exists and belongs to somebody else."
     STALE_FENCE = "StaleFence", "The coordinator reports a fence that no leader can have sent; it is not followed."

@@ -117,7 +117,10 @@ class Batching(ApiModel):
 
 class EngineSpec(ApiModel):
     image: str | None = Field(
-        default=None, description="Image of the engines; the operator's runtime image when absent.", max_length=512
+        default=None,
+        description="Image of the engines; the operator's runtime image when absent. Other repositories than that of "
+        "the runtime image need podPolicy.imageRepositories in the operator's chart.",
+        max_length=512,
     )
     gpus_per_pod: int = Field(
         default=0, ge=0, le=64, description="GPUs each pod asks for, one rank on each; 0 means engines on CPUs."
@@ -130,7 +133,7 @@ class EngineSpec(ApiModel):
     pod_template: PodTemplate | None = Field(
         default=None,
         description="Merged over the rendered pod, containers by name (the container is called engine): resources, "
-        "tolerations, affinity, volumes, …",
+        "tolerations, affinity, volumes, … The operator rejects fields that its pod policy does not allow.",
     )
 
 
@@ -147,7 +150,9 @@ class Routing(ApiModel):
 class CoordinatorSpec(ApiModel):
     routing: Routing = section(Routing, "Which engine gets a request.")
     pod_template: PodTemplate | None = Field(
-        default=None, description="Merged over the rendered pod, containers by name (the container is coordinator)."
+        default=None,
+        description="Merged over the rendered pod, containers by name (the container is coordinator), as far as the "
+        "operator's pod policy allows.",
     )
 
 
@@ -170,7 +175,9 @@ class ServerSpec(ApiModel):
         default=None, description="Parser of tool calls in completions; auto looks at the chat template."
     )
     pod_template: PodTemplate | None = Field(
-        default=None, description="Merged over the rendered pod, containers by name (the container is server)."
+        default=None,
+        description="Merged over the rendered pod, containers by name (the container is server), as far as the "
+        "operator's pod policy allows.",
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from megatron_operator.model.pod_policy import PodPolicy, in_repositories
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,3 +18,13 @@ class Settings:
     image_pull_policy: str = "IfNotPresent"
     security: bool = True
     """CURVE on every socket: keys are created, mounted and named on the command lines."""
+    pod_policy: PodPolicy | None = field(default_factory=PodPolicy)
+    """What pod templates may contain. None: no check, for templates that were accepted when they were recorded."""
+    quoted_repositories: tuple[str, ...] = ()
+    """Repositories, besides that of the runtime image, whose termination messages and errors the status quotes."""
+    egress_policies: bool = True
+    """NetworkPolicies limit what the pods of a resource may connect to."""
+
+    def quotes(self, image: str) -> bool:
+        """Whether the status may quote what a container of this image says."""
+        return in_repositories(image, (self.runtime_image, *self.quoted_repositories))

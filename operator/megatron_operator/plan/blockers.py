@@ -22,8 +22,9 @@ def component_pods(scene: Scene, component: str) -> list[PodView]:
 
 def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
     """The first child, of all or of this name, that the API server refuses."""
-    if scene.rendered.template_error is not None:
-        return Reason.INVALID_POD_TEMPLATE, scene.rendered.template_error
+    unrendered = scene.rendered.template_error if name is None else scene.rendered.shared[1].get(name)
+    if unrendered is not None:
+        return unrendered
     manifests = list(scene.rendered.shared[0])
     for engine in scene.engines:
         manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
@@ -93,7 +94,8 @@ def absent_engines(scene: Scene) -> list[EngineView]:
 def engines_wait(scene: Scene) -> Finding:
     """Why engines that should serve do not, as reason and object of "waiting for"."""
     if scene.rendered.template_error is not None:
-        return Reason.INVALID_POD_TEMPLATE, f"the engines: {scene.rendered.template_error}"
+        reason, message = scene.rendered.template_error
+        return reason, f"the engines: {message}"
     absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
     for engine in absent:
         found = engine_finding(scene, engine)

@@ -7,17 +7,22 @@ from datetime import datetime
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.clock import stamp_seconds
 from megatron_operator.plan.policies import POLICIES
+from megatron_operator.plan.quoting import quotable
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.status import compose, condition
 from megatron_operator.plan.upkeep import upkeep
 from megatron_operator.plan.world import Action, ApplyChild, Decision, DeleteChild, EmitEvent, World
 
+MOST_TEXT = 2048
+"""Characters of one string in a status, once escaped."""
+
 
 def decide(world: World) -> Decision:
     """What to do now, and why. Pure: equal worlds give equal decisions."""
-    scene = Scene(world)
+    scene = Scene(quotable(world))
     for policy in POLICIES:
         verdict = policy(scene)
         if verdict is not None:
@@ -26,12 +31,12 @@ def decide(world: World) -> Decision:
         raise AssertionError("the last policy always applies")
     if world.resource.deleting:
         return Decision(policy.__name__, verdict.reason.value, verdict.message, status=dict(world.resource.status))
-    status = compose(scene, verdict)
+    status = printable_data(compose(scene, verdict), limit=MOST_TEXT)
     actions: list[Action] = upkeep(scene) if verdict.upkeep else []
     return Decision(
         policy=policy.__name__,
         reason=verdict.reason.value,
-        message=verdict.message,
+        message=printable(verdict.message),
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
@@ -74,6 +79,7 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEve
 
 def refuse_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
     """For a spec that this version cannot parse (it has fields of a later one): say so, touch nothing."""
+    error = printable(error)
     before = {entry["type"]: entry for entry in status.get("conditions") or ()}
     findings = {
         ConditionType.READY: ("False", Reason.INVALID_SPEC, error),

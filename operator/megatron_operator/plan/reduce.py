@@ -90,6 +90,13 @@ def _last_end(status: Object) -> Object | None:
     return max(ends, key=lambda ended: str(ended.get("finishedAt") or ""), default=None)
 
 
+def _image_of(obj: Object, container: str) -> str:
+    """The image that a pod names for one of its containers."""
+    spec = obj.get("spec") or {}
+    containers = [*(spec.get("initContainers") or ()), *(spec.get("containers") or ())]
+    return next((str(entry.get("image") or "") for entry in containers if entry.get("name") == container), "")
+
+
 def reduce_pod(obj: Object) -> PodView:
     """A pod as decisions see it."""
     metadata, status = obj["metadata"], obj.get("status") or {}
@@ -98,12 +105,13 @@ def reduce_pod(obj: Object) -> PodView:
     reason, message = _waiting(status)
     ended = _last_end(status) or {}
     created = metadata.get("creationTimestamp")
+    index = str(labels.get(LABEL_POD_INDEX) or "")
     return PodView(
         name=metadata["name"],
         uid=metadata.get("uid", ""),
         component=labels.get(LABEL_COMPONENT, ""),
         engine=labels.get(LABEL_ENGINE, ""),
-        index=int(labels.get(LABEL_POD_INDEX) or 0),
+        index=int(index) if index.isdecimal() else 0,
         phase=str(status.get("phase") or "Pending"),
         ready=ready is not None and ready.get("status") == "True",
         deleting=metadata.get("deletionTimestamp") is not None,
@@ -113,6 +121,7 @@ def reduce_pod(obj: Object) -> PodView:
         reason=reason,
         message=message,
         ended=str(ended.get("container") or ""),
+        image=_image_of(obj, str(ended.get("container") or "")),
         exit_code=ended.get("exitCode"),
         exit_reason=str(ended.get("reason") or ""),
         last_message=str(ended.get("message") or ""),

@@ -10,9 +10,13 @@ from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
 from megatron_operator.plan.world import ChildRef, Manifest, Refusal, World
 from megatron_operator.render import revision as revision_render
-from megatron_operator.render.children import shared_children
-from megatron_operator.render.context import SERVER, InvalidPodTemplate, RenderContext, manifest_hash
+from megatron_operator.render.children import plain_children
+from megatron_operator.render.context import SERVER, InvalidPodTemplate, NotAllowed, RenderContext, manifest_hash
+from megatron_operator.render.coordinator import coordinator_deployment
 from megatron_operator.render.engine import engine_statefulset
+from megatron_operator.render.server import server_deployment
+
+Finding = tuple[Reason, str]
 
 APPS = "apps/v1"
 REFUSAL_RETRY_SECONDS = 15
@@ -31,12 +35,18 @@ class Rendered:
     model_hash: str
 
     @cached_property
-    def shared(self) -> tuple[list[Manifest], str | None]:
-        """The shared children, and why some of them could not be rendered."""
-        try:
-            return shared_children(self.ctx, server=self._server_ctx), None
-        except InvalidPodTemplate as error:
-            return [], str(error)
+    def shared(self) -> tuple[list[Manifest], dict[str, Finding]]:
+        """The shared children that can be rendered, and by name why others cannot. Those are left as they are."""
+        manifests, findings = plain_children(self.ctx), {}
+        for name, build, ctx in (
+            (self.ctx.coordinator_name, coordinator_deployment, self.ctx),
+            (self.ctx.server_name, server_deployment, self._server_ctx),
+        ):
+            try:
+                manifests.append(build(ctx))
+            except InvalidPodTemplate as error:
+                findings[name] = _finding(error)
+        return manifests, findings
 
     @cached_property
     def server(self) -> Manifest | None:
@@ -68,14 +78,17 @@ class Rendered:
         return {}
 
     def own_manifest(self, engine: EngineView, *, pods: int) -> Manifest | None:
-        """An engine rendered from the inputs of the revision it has now, which is not the wanted one. None when they
-        are not known, or not rendered that way any more: then it is left as it is."""
+        """An engine rendered from the inputs of the revision it has now, which is not the wanted one: with no pods, or
+        with as many as that revision has. None when the inputs are not known, or not rendered that way any more: then
+        it is left as it is."""
         found = engine.statefulset
         entries = self.world.resource.status.get("engines") or ()
         before = next((entry.get("revision", "") for entry in entries if entry["name"] == engine.name), "")
         revision = found.revision if found is not None else before
         stored = self._stored_context(revision)
-        return None if stored is None else engine_statefulset(stored, engine.index, pods=pods)
+        if stored is None:
+            return None
+        return engine_statefulset(stored, engine.index, pods=stored.spec.pods_per_engine if pods else 0)
 
     def _stored_context(self, revision: str) -> RenderContext | None:
         if revision not in self._stored_contexts:
@@ -103,20 +116,20 @@ class Rendered:
     @cached_property
     def _bare_ctx(self) -> RenderContext:
         spec = self.ctx.spec
-        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None})})
+        bare = spec.model_copy(update={"engine": spec.engine.model_copy(update={"pod_template": None, "image": None})})
         return replace(self.ctx, spec=bare)
 
     @cached_property
-    def template_error(self) -> str | None:
-        """Why a podTemplate cannot be merged, if so."""
-        if self.shared[1] is not None:
-            return self.shared[1]
+    def template_error(self) -> Finding | None:
+        """Why a podTemplate cannot be merged or is not allowed, if so."""
+        if self.shared[1]:
+            return next(iter(self.shared[1].values()))
         if self.ctx.spec.replicas == 0 or self.engine_manifest(0) is not None:
             return None
         try:
             engine_statefulset(self.ctx, 0, pods=0)
         except InvalidPodTemplate as error:
-            return str(error)
+            return _finding(error)
         return None
 
     def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
@@ -145,3 +158,7 @@ class Rendered:
         """Seconds until the next refused child is offered again; None while none is refused."""
         ages = [(self.world.now - refusal.at).total_seconds() for refusal in self.world.refusals.values()]
         return min((REFUSAL_RETRY_SECONDS - age for age in ages if age < REFUSAL_RETRY_SECONDS), default=None)
+
+
+def _finding(error: InvalidPodTemplate) -> Finding:
+    return (Reason.NOT_ALLOWED if isinstance(error, NotAllowed) else Reason.INVALID_POD_TEMPLATE), str(error)

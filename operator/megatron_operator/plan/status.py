@@ -12,6 +12,7 @@ from typing import Any
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import DesiredState, ResourceState
 from megatron_operator.model.status import HISTORY_LENGTH
+from megatron_operator.model.text import printable
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
 from megatron_operator.plan.engine_view import EngineView
@@ -220,7 +221,7 @@ def condition(
         "type": kind.value,
         "status": status,
         "reason": reason.value,
-        "message": message[:1024],
+        "message": printable(message)[:1024],
         "observedGeneration": generation,
         "lastTransitionTime": kept,
     }

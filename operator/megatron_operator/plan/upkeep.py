@@ -107,13 +107,16 @@ def _engine_upkeep(scene: Scene, engine: EngineView) -> list[Action]:
     manifest = _template_of(scene, engine, pods)
     if manifest is None or not scene.rendered.may_offer(manifest):
         return actions
-    differs = found is None or found.replicas != pods or _due(scene, manifest)
+    differs = found is None or found.replicas != manifest["spec"]["replicas"] or _due(scene, manifest)
     return [*actions, apply(manifest)] if differs else actions
 
 
 def _template_of(scene: Scene, engine: EngineView, pods: int) -> Manifest | None:
-    """The wanted template where it costs nothing: the engine has it, or has no pods. Else that of its own revision."""
+    """The wanted template where it costs nothing: the engine has it, or has no pods. Else that of its own revision,
+    as where the wanted one is not allowed or cannot be merged."""
     found = engine.statefulset
+    if engine.rendered_revision == "":
+        return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     if found is None and pods > 0:
         return scene.rendered.own_manifest(engine, pods=pods) or scene.rendered.engine_manifest(engine.index, pods=pods)
     free = found is None or engine.scaled == 0 or pods == 0
@@ -151,7 +154,7 @@ def _leftover_revisions(scene: Scene) -> list[Action]:
 
 def _leftover_config(scene: Scene) -> list[Action]:
     """ConfigMaps of earlier contents, once no pod can still want one."""
-    if any(engine.stale or engine.stale_pods for engine in scene.engines):
+    if scene.rendered.template_error is not None or any(e.stale or e.stale_pods for e in scene.engines):
         return []
     current = {manifest["metadata"]["name"] for manifest in scene.rendered.shared[0] if manifest["kind"] == "ConfigMap"}
     prefix = f"{scene.ctx.name}-config-"

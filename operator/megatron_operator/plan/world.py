@@ -108,6 +108,8 @@ class PodView:
     message: str = ""
     ended: str = ""
     """Name of the container that ended last; empty when none did."""
+    image: str = ""
+    """Image of the container that ended last, as the pod names it; empty when none did."""
     exit_code: int | None = None
     """Exit code of the last container that ended; None when none did."""
     exit_reason: str = ""

@@ -12,12 +12,8 @@ from megatron_operator.render.server import server_deployment
 from megatron_operator.render.services import coordinator_service, engine_service, front_service
 
 
-def shared_children(ctx: RenderContext, *, server: RenderContext | None = None) -> list[Manifest]:
-    """What exists once, whatever the number of engines; all but the keys.
-
-    Args:
-        server: the context of the front end where it is another; it reads no weights and is not restarted for them.
-    """
+def plain_children(ctx: RenderContext) -> list[Manifest]:
+    """What exists once and has no pods, so that no podTemplate can be wrong with it; all but the keys."""
     return [
         service_account(ctx),
         config_map(ctx),
@@ -25,8 +21,6 @@ def shared_children(ctx: RenderContext, *, server: RenderContext | None = None) 
         disruption_budget(ctx),
         coordinator_service(ctx),
         front_service(ctx),
-        coordinator_deployment(ctx),
-        server_deployment(server or ctx),
     ]
 
 
@@ -36,7 +30,7 @@ def engine_children(ctx: RenderContext, index: int, *, pods: int) -> list[Manife
 
 def all_children(ctx: RenderContext) -> list[Manifest]:
     """Everything a running resource has, all engines at full size; all but the keys."""
-    children = [*shared_children(ctx), revision_child(ctx)]
+    children = [*plain_children(ctx), coordinator_deployment(ctx), server_deployment(ctx), revision_child(ctx)]
     for index in range(ctx.spec.replicas):
         children += engine_children(ctx, index, pods=ctx.spec.pods_per_engine)
     return children

@@ -49,9 +49,8 @@ def first_difference(old: Any, new: Any, path: str = "") -> str | None:
                 return found
         return None
     if _is_list(old) and _is_list(new):
-        found = _flags(old, new, path)
-        if found is not None:
-            return found
+        if path.endswith("args") and all(isinstance(entry, str) for entry in (*old, *new)):
+            return _flags(old, new, path)
         for index in range(max(len(old), len(new))):
             left = old[index] if index < len(old) else None
             right = new[index] if index < len(new) else None
@@ -70,8 +69,6 @@ def _is_list(value: Any) -> bool:
 
 def _flags(old: Sequence[Any], new: Sequence[Any], path: str) -> str | None:
     """Command lines are compared flag by flag, without the revision, which is derived."""
-    if not all(isinstance(entry, str) for entry in (*old, *new)) or not path.endswith("args"):
-        return None
     left, right = _parsed(old), _parsed(new)
     for flag in [*left, *(flag for flag in right if flag not in left)]:
         if flag != "--revision" and left.get(flag) != right.get(flag):

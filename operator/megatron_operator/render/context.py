@@ -35,10 +35,17 @@ PREFLIGHT = "preflight"
 
 PORT_CLIENT, PORT_ENGINE, PORT_ADMIN = 5555, 5556, 5557
 PORT_HTTP, PORT_HEALTH, PORT_RENDEZVOUS = 8000, 8080, 29500
+PORT_HUB = 443
+PORTS_DNS = (53, 5353)
+"""Of cluster DNS Services, and of the DNS pods of OpenShift behind theirs."""
 
 
 class InvalidPodTemplate(ValueError):
     """A podTemplate that cannot be merged; the message names the field, the value and the remedy."""
+
+
+class NotAllowed(InvalidPodTemplate):
+    """A spec that the operator's pod policy does not allow; the message names the field, the value and the remedy."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What protects the pods: ServiceAccount without token, PodDisruptionBudget, ingress NetworkPolicies."""
+"""What protects the pods: ServiceAccount without token, PodDisruptionBudget, NetworkPolicies."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from megatron_operator.render.context import (
     PORT_ENGINE,
     PORT_HEALTH,
     PORT_HTTP,
+    PORT_HUB,
+    PORTS_DNS,
     SERVER,
     Manifest,
     RenderContext,
@@ -45,17 +47,32 @@ def _tcp(port: int) -> list[dict[str, Any]]:
     return [{"protocol": "TCP", "port": port}]
 
 
-def _policy(ctx: RenderContext, name: str, component: str, ingress: list[dict[str, Any]]) -> Manifest:
-    spec = {
+def _policy(
+    ctx: RenderContext, name: str, component: str, ingress: list[dict[str, Any]], egress: list[dict[str, Any]]
+) -> Manifest:
+    spec: dict[str, Any] = {
         "podSelector": {"matchLabels": selector(ctx, component)},
         "policyTypes": ["Ingress"],
         "ingress": ingress,
     }
+    if ctx.settings.egress_policies:
+        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
     return seal(child(ctx, "NetworkPolicy", name, api_version="networking.k8s.io/v1", component=component, spec=spec))
 
 
+def dns_egress() -> dict[str, Any]:
+    """To any address: DNS servers are pods, host processes or virtual addresses of the node."""
+    return {"ports": [{"protocol": protocol, "port": port} for port in PORTS_DNS for protocol in ("UDP", "TCP")]}
+
+
+def hub_egress() -> dict[str, Any]:
+    """To any address: a hub answers with addresses of content delivery networks."""
+    return {"ports": _tcp(PORT_HUB)}
+
+
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Who may connect to what. Probes and metrics are open; the rest is open to its one kind of peer."""
+    """Which peers may connect to a component, and what it may connect to. Probes and metrics are open. The coordinator
+    opens no connections. Engines and servers resolve names, and download from a hub where the model comes from one."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [
         {"from": [_pods(ctx, SERVER)], "ports": _tcp(PORT_CLIENT)},
@@ -66,8 +83,12 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     # Ranks of an engine open ports of their own choice to each other.
     engine = [{"from": [_pods(ctx, ENGINE)]}, {"ports": _tcp(PORT_HEALTH)}]
     server = [{"ports": _tcp(PORT_HTTP)}]
+    source = [dns_egress(), *([hub_egress()] if ctx.spec.model.source.hugging_face is not None else [])]
+    to_coordinator = {"to": [_pods(ctx, COORDINATOR)]}
+    from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, {"to": [_pods(ctx, ENGINE)]}, *source]
+    from_server = [{**to_coordinator, "ports": _tcp(PORT_CLIENT)}, *source]
     return [
-        _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator),
-        _policy(ctx, ctx.engines_name, ENGINE, engine),
-        _policy(ctx, ctx.server_name, SERVER, server),
+        _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator, []),
+        _policy(ctx, ctx.engines_name, ENGINE, engine, from_engine),
+        _policy(ctx, ctx.server_name, SERVER, server, from_server),
     ]

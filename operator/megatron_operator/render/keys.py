@@ -23,6 +23,8 @@ from megatron_operator.render.context import Manifest, RenderContext, child
 
 KEY_NAMES = ("server.key", "server.pub", "engine.key", "engine.pub", "client.key", "client.pub", "admin.pub")
 PEERS = ("engine", "client")
+ADMIN_SECRET = "megatron-operator-admin"
+"""In the operator's own namespace: its admin pair."""
 ANNOTATION_GENERATION = f"{GROUP}/keys-generation"
 ANNOTATION_STAGE = f"{GROUP}/keys-stage"
 ANNOTATION_SINCE = f"{GROUP}/keys-since"

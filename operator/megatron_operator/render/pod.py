@@ -15,6 +15,7 @@ from megatron_operator.render.context import (
     selector,
 )
 from megatron_operator.render.merge import merge_template
+from megatron_operator.render.pod_policy import check
 
 USER = 65532
 KEYS_DIR = "/etc/megatron/keys"
@@ -43,6 +44,10 @@ def pod_template(
         grace_seconds: time from SIGTERM to SIGKILL.
         keys: entries of the keys Secret that this component may see.
         overlay: the component's `podTemplate`.
+
+    Raises:
+        InvalidPodTemplate: where the podTemplate has another shape than a pod template.
+        NotAllowed: where the operator's pod policy does not allow it.
     """
     settings = ctx.settings
     identity = {**selector(ctx, component), **(extra_labels or {})}
@@ -85,6 +90,8 @@ def pod_template(
         },
     }
     merged = merge_template(base, overlay, field=f"spec.{component}.podTemplate")
+    names = {"containers": [container["name"]], "initContainers": [before["name"] for before in init_containers]}
+    check(ctx, component, overlay, containers=names)
     # Selectors match these: an overlay may add labels but not take a pod away from its owner.
     metadata = merged.setdefault("metadata", {})
     metadata["labels"] = {**(metadata.get("labels") or {}), **identity}

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron_operator.render.context import APP_NAME, LABEL_INSTANCE, LABEL_NAME, Manifest, RenderContext, digest
+from megatron_operator.render.guards import dns_egress, hub_egress
 from megatron_operator.render.model_source import model_env
 from megatron_operator.render.pod import MODEL_DIR, USER
 
@@ -71,8 +72,7 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
             {"name": "model", "persistentVolumeClaim": {"claimName": claim}},
         ],
     }
-    # Not the labels of engines or servers: nothing that selects those may find this pod.
-    labels = {LABEL_NAME: f"{APP_NAME}-{FETCH}", LABEL_INSTANCE: ctx.name}
+    labels = _labels(ctx)
     return {
         "apiVersion": "batch/v1",
         "kind": "Job",
@@ -95,6 +95,25 @@ def prefetch_job(ctx: RenderContext, claim: str) -> Manifest:
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         },
     }
+
+
+def prefetch_policy(ctx: RenderContext) -> Manifest:
+    """A NetworkPolicy for the Job's pods: no connections to them; from them to DNS and to the hub."""
+    return {
+        "apiVersion": "networking.k8s.io/v1",
+        "kind": "NetworkPolicy",
+        "metadata": {"name": f"{ctx.name}-{FETCH}", "namespace": ctx.namespace, "labels": _labels(ctx)},
+        "spec": {
+            "podSelector": {"matchLabels": _labels(ctx)},
+            "policyTypes": ["Ingress", "Egress"],
+            "egress": [dns_egress(), hub_egress()],
+        },
+    }
+
+
+def _labels(ctx: RenderContext) -> dict[str, str]:
+    """Not the labels of engines or servers: nothing that selects those may find these pods."""
+    return {LABEL_NAME: f"{APP_NAME}-{FETCH}", LABEL_INSTANCE: ctx.name}
 
 
 def _pinned(ctx: RenderContext) -> tuple[str, str]:

@@ -52,7 +52,8 @@ def context_of(ctx: RenderContext, data: Mapping[str, Any], *, revision: str) ->
     after an upgrade that changed the template. An engine of such a revision is left as it is until its turn."""
     try:
         stored = parse_spec(data["spec"])
-        settings = replace(ctx.settings, **{name: data["settings"][name] for name in _SETTINGS})
+        # The policy accepted the inputs when they were recorded; a stricter one does not stop what runs since then.
+        settings = replace(ctx.settings, **{name: data["settings"][name] for name in _SETTINGS}, pod_policy=None)
         found = replace(ctx, spec=stored, settings=settings)
         return found if revision_of(found) == revision else None
     except (KeyError, TypeError, ValidationError, InvalidPodTemplate):

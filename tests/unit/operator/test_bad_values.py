@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from bad_values import GOOD, WEDGES, BadValue, bad_values
 from pydantic import ValidationError
 
 from megatron_operator.manifest_file import describe
+from megatron_operator.model.pod_policy import PodPolicy
 from megatron_operator.model.resource import parse_spec
 
 ALL = bad_values()
@@ -29,6 +31,8 @@ def test_the_offline_tools_refuse_it_and_name_the_field(bad: BadValue) -> None:
 @pytest.mark.parametrize("wedge", WEDGES, ids=str)
 def test_what_wedged_a_resource_is_got_over_by_taking_it_back(make_cluster: Any, wedge: dict[str, Any]) -> None:
     cluster = make_cluster(replicas=2)
+    policy = PodPolicy(image_repositories=("registry.example/none",))
+    cluster.settings = replace(cluster.settings, pod_policy=policy)
     cluster.settle()
     before = {name: cluster.spec.get(name) for name in wedge}
     cluster.broken_engines |= {"demo-engine-0", "demo-engine-1"}

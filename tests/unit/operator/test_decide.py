@@ -518,7 +518,7 @@ def test_a_refused_template_is_said_and_does_not_block_verbs(make_cluster: Any) 
     cluster = make_cluster()
     cluster.settle()
     cluster.refuse.add(ChildRef("Deployment", "demo-server", "apps/v1"))
-    cluster.patch(server={"podTemplate": {"spec": {"priority": "x"}}})
+    cluster.patch(server={"podTemplate": {"spec": {"schedulerName": "x"}}})
     cluster.settle()
     assert cluster.condition("Degraded")["reason"] == "InvalidPodTemplate"
     assert "spec.template is wrong" in cluster.condition("Degraded")["message"]

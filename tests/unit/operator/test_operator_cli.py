@@ -12,7 +12,8 @@ from click.testing import CliRunner
 from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.generate import generated_files
-from megatron_operator.install import install_manifests
+from megatron_operator.install import HOME_RULES, install_manifests
+from megatron_operator.render.keys import ADMIN_SECRET
 
 ROOT = Path(__file__).parents[3]
 DEMO = ROOT / "manifests/samples/cpu-demo.yaml"
@@ -68,7 +69,7 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
-    text = explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status})
+    text = "\n".join(explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status}))
     assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
@@ -88,7 +89,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
     cluster.pods["demo-engine-1-0"]["spec"] = {"nodeName": "node-a"}
     metadata = {"name": "demo", "namespace": "default", "generation": cluster.generation}
     resource = {"metadata": metadata, "spec": cluster.spec, "status": cluster.status}
-    lines = causes(resource, list(cluster.pods.values())).splitlines()
+    lines = causes(resource, list(cluster.pods.values()))
     below = lines[lines.index("  demo-engine-1 is Pending, 0 ranks registered") :]
     assert below[1].startswith("    pod demo-engine-1-0, Running, on node node-a: CrashLooping: ")
     assert "exit code 3" in below[1]
@@ -99,7 +100,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
 
 
 def test_explain_without_a_status_asks_for_an_operator() -> None:
-    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})
+    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
 
 
 @pytest.mark.parametrize("name", sorted(generated_files()))
@@ -116,6 +117,38 @@ def test_the_operator_may_not_list_secrets_or_touch_what_it_has_no_business_with
     for rule in rules:
         assert "*" not in [*rule["apiGroups"], *rule["resources"], *rule["verbs"]]
         if "secrets" in rule["resources"]:
-            assert {"get", "create"} <= set(rule["verbs"]) <= {"get", "create", "patch"}
+            assert set(rule["verbs"]) <= {"get", "create", "patch"}
         if "megatroninferences" in rule["resources"]:
             assert set(rule["verbs"]) == {"get", "list", "watch"}
+
+
+def test_in_its_own_namespace_the_operator_reads_one_secret() -> None:
+    reading = [rule for rule in HOME_RULES if "secrets" in rule["resources"] and rule["verbs"] != ["create"]]
+    assert reading == [
+        {"apiGroups": [""], "resources": ["secrets"], "verbs": ["get"], "resourceNames": [ADMIN_SECRET]},
+    ]
+
+
+@pytest.mark.parametrize("command", ["render", "plan"])
+def test_commands_apply_the_pod_policy_and_take_its_switches(tmp_path: Path, command: str) -> None:
+    resource = yaml.safe_load(DEMO.read_text())
+    resource["spec"]["engine"]["podTemplate"]["spec"]["hostNetwork"] = True
+    path = tmp_path / "host.yaml"
+    path.write_text(yaml.safe_dump(resource))
+    rejected = _run(command, "-f", str(path))
+    assert rejected.exit_code == 1
+    assert "Error: spec.engine.podTemplate.spec.hostNetwork: is True; false is allowed; " in rejected.output
+    assert "podPolicy.hostNetwork in the operator's chart (--allow-host-network)" in rejected.output
+    assert _run(command, "-f", str(path), "--allow-host-network").exit_code == 0
+    bad = _run(command, "-f", str(path), "--allow-host-path", "/")
+    assert (bad.exit_code, "podPolicy.hostPaths (--allow-host-path): is '/'" in bad.output) == (2, True)
+
+
+def test_a_plan_that_corrects_a_resource_from_before_the_policy_can_be_made(tmp_path: Path) -> None:
+    resource = yaml.safe_load(DEMO.read_text())
+    resource["spec"]["engine"]["podTemplate"]["spec"]["hostPID"] = True
+    path = tmp_path / "before.yaml"
+    path.write_text(yaml.safe_dump(resource))
+    result = _run("plan", "-f", str(DEMO), "--against", str(path))
+    assert result.exit_code == 0, result.output
+    assert "hostPID: True -> absent" in result.output

@@ -14,7 +14,7 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.model_source import model_argument
-from megatron_operator.render.prefetch import claim_source, prefetch_job
+from megatron_operator.render.prefetch import claim_source, prefetch_job, prefetch_policy
 
 ROOT = Path(__file__).parents[3]
 SAMPLE = ROOT / "manifests/samples/llama-8gpu.yaml"
@@ -70,3 +70,18 @@ def test_what_cannot_be_fetched_is_said(source: dict[str, Any], said: str, tmp_p
     result = run(path)
     assert result.exit_code == 1
     assert said in result.output
+
+
+def test_the_jobs_pods_reach_dns_and_the_hub_and_nothing_else() -> None:
+    hub = context({"huggingFace": {"repo": "org/name", "revision": "v1"}})
+    policy, job = prefetch_policy(hub), prefetch_job(hub, "models")
+    labels = job["spec"]["template"]["metadata"]["labels"]
+    assert policy["spec"]["podSelector"]["matchLabels"].items() <= labels.items()
+    ports = [{port["port"] for port in rule["ports"]} for rule in policy["spec"]["egress"]]
+    assert (ports, policy["spec"].get("ingress", [])) == ([{53, 5353}, {443}], [])
+
+
+def test_without_egress_policies_there_is_the_job_alone() -> None:
+    arguments = ["prefetch", "-f", str(SAMPLE), "--claim", "models", "--no-egress-policies"]
+    documents = yaml.safe_load_all(CliRunner().invoke(main, arguments).output)
+    assert [each["kind"] for each in documents] == ["Job"]

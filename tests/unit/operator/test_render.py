@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,50 @@ def test_the_coordinators_ports_are_open_to_one_kind_of_peer_each() -> None:
     assert peers[5555][0]["podSelector"]["matchLabels"][component] == "server"
     assert peers[5556][0]["podSelector"]["matchLabels"][component] == "engine"
     assert "namespaceSelector" in peers[5557][0]
-    assert policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+
+
+HUB = {"huggingFace": {"repo": "org/name"}}
+
+
+def _egress(ctx: RenderContext) -> dict[str, list[tuple[str, set[int]]]]:
+    """Of each component: to whom, and to which ports."""
+    found = {}
+    for policy in (each for each in all_children(ctx) if each["kind"] == "NetworkPolicy"):
+        rules = []
+        for rule in policy["spec"].get("egress", ()):
+            (peer,) = rule.get("to", [{"podSelector": {"matchLabels": {COMPONENT: "any"}}}])
+            labels = peer["podSelector"]["matchLabels"]
+            assert labels[COMPONENT] == "any" or labels["app.kubernetes.io/instance"] == "demo"
+            rules.append((labels[COMPONENT], {port["port"] for port in rule.get("ports", ())}))
+        found[policy["spec"]["podSelector"]["matchLabels"][COMPONENT]] = rules
+        assert ("Egress" in policy["spec"]["policyTypes"]) is ctx.settings.egress_policies
+    return found
+
+
+COMPONENT = "app.kubernetes.io/component"
+
+
+@pytest.mark.parametrize("source", [{"builtin": "x"}, {"persistentVolumeClaim": {"claimName": "c"}}, HUB])
+def test_pods_reach_what_they_need_and_nothing_else(source: dict[str, Any]) -> None:
+    dns, hub = ("any", {53, 5353}), [("any", {443})] if source is HUB else []
+    assert _egress(_context(model={"source": source})) == {
+        "coordinator": [],
+        "engine": [("coordinator", {5556}), ("engine", set()), dns, *hub],
+        "server": [("coordinator", {5555}), dns, *hub],
+    }
+
+
+def test_egress_policies_can_be_switched_off() -> None:
+    ctx = _context(model={"source": HUB})
+    plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
+    assert _egress(plain) == {"coordinator": [], "engine": [], "server": []}
+
+
+def test_policies_restart_no_pod() -> None:
+    ctx = _context(model={"source": HUB})
+    plain = RenderContext(ctx.name, ctx.namespace, ctx.uid, ctx.spec, replace(SETTINGS, egress_policies=False))
+    assert _pods(plain) == _pods(ctx)
 
 
 def test_keys_must_be_complete() -> None:

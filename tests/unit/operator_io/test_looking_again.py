@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from small_cluster import Cluster
+from small_cluster import OWNER_UID, Cluster
 from small_operator import DirectLink, PlayedApi, Watch, new_operator
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
@@ -81,3 +81,44 @@ async def test_so_many_resources_are_listed_at_once_as_are_allowed_and_no_more()
     assert lists.most == 2
     assert lists.total % len(names) == 0
     assert lists.total > 0
+
+
+async def test_no_secret_is_read_but_the_keys_of_the_resource() -> None:
+    secret = {"name": "theirs", "key": "k"}
+    source = {"huggingFace": {"repo": "org/name", "revision": "1", "tokenSecretRef": secret}}
+    server = {"apiKeysSecretRef": secret, "tls": {"secretName": "theirs"}}
+    cluster = Cluster({"model": {"source": source}, "server": server})
+    cluster.settle()
+    api = PlayedApi(cluster)
+    asked: list[tuple[str, str]] = []
+    get = api.get
+
+    async def noted(kind: Any, namespace: str | None, name: str) -> Any:
+        asked.append((kind.kind, name))
+        return await get(kind, namespace, name)
+
+    async def listed(kind: Any, namespace: str, **_: Any) -> list[Any]:
+        asked.append((kind.kind, "all"))
+        return []
+
+    api.get = noted  # type: ignore[method-assign]
+    api.list = listed  # type: ignore[attr-defined]
+    watch = Watch(api)
+    watch.show()
+    played: Any = api
+    link: Any = DirectLink(cluster)
+    options = ObserverSettings(
+        settings=cluster.settings,
+        admin=cluster.admin,
+        resolve=lambda *_: "inproc://",
+        resync_seconds=0.0,
+        audits=asyncio.Semaphore(2),
+    )
+    cache = ResourceCache(uid=OWNER_UID, key=("default", cluster.name), index=watch.index)
+    observer = Observer(played, cache, link, options=options)
+    seen = await observer.resource()
+    assert seen is not None
+    world = await observer.world(seen, fence=1, refusals={}, vetted={})
+    assert world.keys is not None
+    assert await observer.reread_keys(seen) is not None
+    assert {name for kind, name in asked if kind == "Secret"} == {"demo-keys"}

@@ -81,6 +81,33 @@ def test_explain_asks_for_the_resource_and_its_pods(answers: dict[str, Any], pro
     assert "pod demo-engine-1-0, Running, on node node-a: CrashLooping: " in result.output
 
 
+HOSTILE = "\x1b[2Jgone\nforged: line\u202e"
+
+
+@pytest.mark.parametrize("command", ["status", "explain"])
+def test_text_of_a_cluster_is_escaped_on_its_way_to_the_terminal(answers: dict[str, Any], command: str) -> None:
+    cluster = Cluster({**MINIMAL})
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    status = {**cluster.status, "plan": {"step": HOSTILE, "waitingOn": HOSTILE, "since": "x"}}
+    answers[f"{RESOURCES}/demo"] = {**resource(cluster), "status": status}
+    pods = [{**pod, "spec": {"nodeName": HOSTILE, "containers": []}} for pod in cluster.pods.values()]
+    for pod in pods:
+        pod["status"]["containerStatuses"] = []
+        pod["status"]["conditions"][0]["status"] = "False"
+    answers["/api/v1/namespaces/default/pods"] = {"apiVersion": "v1", "kind": "PodList", "items": pods}
+    result = CliRunner().invoke(kubectl.main, [command, "demo"])
+    assert result.exit_code == 0, result.output
+    assert "\\x1b[2Jgone\\nforged: line\\u202e" in result.output
+    assert result.output.replace("\n", "").isprintable()
+
+
+def test_what_an_api_server_says_of_an_error_is_escaped(answers: dict[str, Any]) -> None:
+    result = CliRunner().invoke(kubectl.main, ["status", HOSTILE])
+    assert result.exit_code == 1
+    assert result.output.rstrip("\n").isprintable()
+
+
 def test_a_resource_that_is_not_there_is_named(answers: dict[str, Any]) -> None:
     result = CliRunner().invoke(kubectl.main, ["status", "demo"])
     assert result.exit_code == 1

@@ -1,0 +1,102 @@
+"""JSON of the API server that is nested so deeply that Python's decoder refuses it.
+
+Whoever may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch of
+all resources. No object that the operator deals with is nested more than some 30 levels deep. So what lies deeper than
+`MOST_LEVELS` is null here, and the resource is rejected for its spec by the rules for specs.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import aiohttp
+
+MOST_LEVELS = 100
+_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+_TOKEN = re.compile(_STRING.pattern + rb"|[\[\]{}]")
+_PAIR = re.compile(rb"\{\}|\[\]")
+_NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+
+def shallow(text: bytes) -> bytes:
+    """The JSON text with null in place of every array and object beyond `MOST_LEVELS`."""
+    if text.count(b"{") + text.count(b"[") <= MOST_LEVELS or not _is_deep(text):
+        return text
+    kept, depth, begin = [], 0, 0
+    for token in _TOKEN.finditer(text):
+        if token.group() in (b"{", b"["):
+            depth += 1
+            if depth == MOST_LEVELS + 1:
+                kept += [text[begin : token.start()], b"null"]
+        elif token.group() in (b"}", b"]"):
+            if depth == MOST_LEVELS + 1:
+                begin = token.end()
+            depth -= 1
+    return b"".join([*kept, text[begin:]])
+
+
+def _is_deep(text: bytes) -> bool:
+    """Without decoding: each round takes the innermost pairs of brackets away."""
+    brackets = _STRING.sub(b"", text).translate(None, _NOT_BRACKETS)
+    for _ in range(MOST_LEVELS):
+        if not brackets:
+            return False
+        brackets = _PAIR.sub(b"", brackets)
+    return bool(brackets)
+
+
+def decode(text: bytes | str) -> Any:
+    """JSON of any depth.
+
+    Raises:
+        ValueError: it is not JSON.
+    """
+    try:
+        return json.loads(text)
+    except RecursionError:
+        return json.loads(shallow(text.encode() if isinstance(text, str) else text))
+
+
+class BoundedResponse(aiohttp.ClientResponse):
+    """An answer whose JSON, be it one text or a text in each line, every decoder takes."""
+
+    async def start(self, connection: Any) -> BoundedResponse:
+        await super().start(connection)
+        self.content = _BoundedLines(self.content)  # type: ignore[assignment]
+        return self
+
+    async def json(
+        self,
+        *,
+        encoding: str | None = None,
+        loads: Callable[[str], Any] = decode,
+        content_type: str | None = "application/json",
+    ) -> Any:
+        return await super().json(encoding=encoding, loads=loads, content_type=content_type)
+
+
+class _BoundedLines:
+    """A stream that is read in chunks line by line, as a watch is, or whole."""
+
+    def __init__(self, stream: aiohttp.StreamReader) -> None:
+        self._stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def iter_chunked(self, size: int) -> AsyncIterator[bytes]:
+        """Whole lines, as soon as they are there."""
+        begun: list[bytes] = []
+        async for chunk in self._stream.iter_chunked(size):
+            *whole, rest = chunk.split(b"\n")
+            if not whole:
+                begun.append(rest)
+                continue
+            whole[0] = b"".join([*begun, whole[0]])
+            begun = [rest] if rest else []
+            yield b"".join(shallow(line) + b"\n" for line in whole)
+        if begun:
+            yield shallow(b"".join(begun))

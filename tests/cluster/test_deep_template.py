@@ -1,0 +1,29 @@
+"""A resource that is nested as deeply as the API server takes it, beside one of another tenant."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from megatron_operator.cluster.kinds import RESOURCE
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(300)]
+
+DEPTH = 9_900
+"""The API server decodes 10,000 levels."""
+
+
+async def test_a_deeply_nested_template_stops_no_other_resource(
+    resource: Any, operator: Any, node: Any, kubectl: Any, namespace: str
+) -> None:
+    nested = '{"a":' * DEPTH + "1" + "}" * DEPTH
+    head = f'{{"apiVersion":"{RESOURCE.api_version}","kind":"{RESOURCE.kind}","metadata":{{"name":"deep"}},'
+    spec = f'"spec":{{"model":{{"source":{{"builtin":"x"}}}},"engine":{{"podTemplate":{{"spec":{nested}}}}}}}}}'
+    taken = kubectl("create", "-n", namespace, "--validate=ignore", "-f", "-", stdin=head + spec)
+    assert taken.returncode == 0, taken.stderr[-2000:]
+    await resource.create(replicas=1)
+    await resource.settled("Running")
+    reason = "{.status.conditions[?(@.type=='Degraded')].reason}"
+    shown = kubectl("get", "mi", "deep", "-n", namespace, "-o", f"jsonpath={reason}")
+    assert shown.stdout in ("NotAllowed", "InvalidSpec")
