@@ -19,9 +19,10 @@ from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.chat import create_chat_completion
 from megatron_runtime.text_generation_server.completions import create_completion
 from megatron_runtime.text_generation_server.console import add_console
-from megatron_runtime.text_generation_server.errors import ApiError
+from megatron_runtime.text_generation_server.errors import ApiError, shown
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.text_generation_server.middleware import ObserveMiddleware
+from megatron_runtime.text_generation_server.origin import HostMiddleware
 from megatron_runtime.text_generation_server.profile import start_profile, stop_profile
 from megatron_runtime.text_generation_server.schema import (
     ChatRequest,
@@ -58,6 +59,8 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     )
     app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
     app.state.service = service
+    if settings.allowed_hosts:
+        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ObserveMiddleware, service=service)
     add_console(app)
     _add_probes(app, service)
@@ -169,9 +172,11 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return ApiError(404, f"There is no {request.url.path} here.", code="unknown_url").response()
+        return ApiError(404, f"There is no {shown(request.url.path)[1:-1]} here.", code="unknown_url").response()
     if error.status_code == 405:
-        refused = ApiError(405, f"{request.method} is not allowed for {request.url.path}.", code="method_not_allowed")
+        refused = ApiError(
+            405, f"{request.method} is not allowed for {shown(request.url.path)[1:-1]}.", code="method_not_allowed"
+        )
         response = refused.response()
         response.headers.update(error.headers or {})
         return response

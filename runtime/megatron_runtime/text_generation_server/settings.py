@@ -27,6 +27,8 @@ class ServerSettings:
     coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
+    allowed_hosts:      values of the Host header, without port, that are served, and a browser's Origin must be the
+                        same; empty: any.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
 
@@ -48,6 +50,7 @@ class ServerSettings:
     coordinator_wait_seconds: float = 30.0
     drain_seconds: float = 60.0
     linger_seconds: float = 0.0
+    allowed_hosts: tuple[str, ...] = ()
     vllm_metrics: bool = True
 
     @property
