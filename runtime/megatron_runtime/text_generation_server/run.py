@@ -14,9 +14,10 @@ import uvicorn
 
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.text_generation_server.app import create_app
-from megatron_runtime.text_generation_server.listener import listen
+from megatron_runtime.text_generation_server.connections import MAX_HEADER_BYTES, Connection
+from megatron_runtime.text_generation_server.listener import BACKLOG, listen
 from megatron_runtime.text_generation_server.service import Service
-from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.text_generation_server.settings import ConnectionLimits, ServerSettings
 from megatron_runtime.text_generation_server.tls import Certificate
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.wire.headers import Role
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2
 """After the drain: time for the last bytes to leave."""
+_TICKS_OF_SWEEP = 5
+"""Of uvicorn's main loop, a tenth of a second each."""
 
 
 def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
@@ -44,14 +47,42 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn, with signals left to the caller, who drains first."""
+    """uvicorn with limits on its connections, and signals left to the caller, who drains first."""
+
+    def __init__(self, config: uvicorn.Config, *, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self._limits = limits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            options = {"server_state": self.server_state, "app_state": self.lifespan.state, "_loop": loop}
+            return Connection(limits=self._limits, config=self.config, **options)
+
+        await self.lifespan.startup()
+        tls = {} if self.config.ssl is None else {"ssl_handshake_timeout": self._limits.handshake_seconds}
+        self.servers = [
+            await loop.create_server(connection, sock=sock, ssl=self.config.ssl, backlog=BACKLOG, **tls)
+            for sock in sockets or ()
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_OF_SWEEP == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.sweep(now)  # type: ignore[union-attr]  # they are all made above
+        return await super().on_tick(counter)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
         yield
 
 
-def http_server(app: object, *, access_log: bool = False) -> HttpServer:
+def http_server(
+    app: object, *, limits: ConnectionLimits = ConnectionLimits(), access_log: bool = False
+) -> HttpServer:
     """Return the configured HTTP server of an application."""
     return HttpServer(
         uvicorn.Config(
@@ -59,9 +90,13 @@ def http_server(app: object, *, access_log: bool = False) -> HttpServer:
             log_level="info" if access_log else "warning",
             access_log=access_log,
             lifespan="off",
-            timeout_keep_alive=75,
+            http="h11",
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=limits.keep_alive_seconds,
             timeout_graceful_shutdown=_CLOSE_SECONDS,
-        )
+        ),
+        limits=limits,
     )
 
 
@@ -99,7 +134,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     client = InferenceClient(settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash)
     app = create_app(settings, backend=client, tokenizer=tokenizer)
     service: Service = app.state.service
-    http = http_server(app)
+    http = http_server(app, limits=settings.connections)
     certificate = _certificate(settings)
     if certificate is not None:
         http.config.load()

@@ -7,6 +7,28 @@ from pathlib import Path, PurePath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Deadlines in seconds, and the most connections.
+
+    header_seconds:     from the first byte of a request, or from connecting, to the end of its headers.
+    body_seconds:       from there to the end of its body.
+    body_idle_seconds:  the longest pause between two parts of a body.
+    stall_seconds:      a client that reads too slowly: time for the write buffer to drain, 48 KiB at most.
+    keep_alive_seconds: between two requests.
+    handshake_seconds:  of TLS.
+    max_connections:    beyond it the connection idle longest is closed, or the new one gets a 503.
+    """
+
+    header_seconds: float = 20.0
+    body_seconds: float = 120.0
+    body_idle_seconds: float = 20.0
+    stall_seconds: float = 60.0
+    keep_alive_seconds: int = 75
+    handshake_seconds: float = 10.0
+    max_connections: int = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """Settings of `megatron server`.
 
@@ -29,6 +51,7 @@ class ServerSettings:
     linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
     allowed_hosts:      values of the Host header, without port, that are served, and a browser's Origin must be the
                         same; empty: any.
+    connections:        deadlines and limits of HTTP connections.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
 
@@ -51,6 +74,7 @@ class ServerSettings:
     drain_seconds: float = 60.0
     linger_seconds: float = 0.0
     allowed_hosts: tuple[str, ...] = ()
+    connections: ConnectionLimits = ConnectionLimits()
     vllm_metrics: bool = True
 
     @property
