@@ -65,7 +65,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     ]
     # Ranks of an engine open ports of their own choice to each other.
     engine = [{"from": [_pods(ctx, ENGINE)]}, {"ports": _tcp(PORT_HEALTH)}]
-    server = [{"ports": _tcp(PORT_HTTP)}]
+    server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
     return [
         _policy(ctx, ctx.coordinator_name, COORDINATOR, coordinator),
         _policy(ctx, ctx.engines_name, ENGINE, engine),

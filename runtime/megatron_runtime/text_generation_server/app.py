@@ -57,13 +57,16 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
         api_keys=ApiKeys(file=settings.api_keys_file),
         tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
     )
-    app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.service = service
     if settings.allowed_hosts:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ObserveMiddleware, service=service)
     add_console(app)
     _add_probes(app, service)
+    _add_internals(app, service)
     _add_models(app, service)
     for path, handler, body in (
         ("completions", create_completion, CompletionRequest),
@@ -90,9 +93,6 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         missing = service.missing()
         return JSONResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
 
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
     async def version() -> Response:
         return JSONResponse({"version": megatron_runtime.__version__})
 
@@ -100,7 +100,24 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
     for path in ("/readyz", "/health", "/v1/health"):
         app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+
+
+def _add_internals(app: FastAPI, service: Service) -> None:
+    """Routes that describe the server and its load. They need a key where keys are set; metrics may have a port of
+    their own.
+    """
+
+    async def openapi(request: Request) -> Response:
+        _authorize(service, request)
+        return JSONResponse(app.openapi())
+
+    async def metrics(request: Request) -> Response:
+        _authorize(service, request)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
+    if service.settings.health_port is None:
+        app.add_api_route("/metrics", metrics, methods=["GET"])
 
 
 def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:

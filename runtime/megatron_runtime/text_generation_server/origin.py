@@ -7,7 +7,6 @@ site.
 
 from __future__ import annotations
 
-import ipaddress
 import re
 from urllib.parse import urlsplit
 
@@ -16,18 +15,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from megatron_runtime.text_generation_server.errors import ApiError, shown
 
-LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
-
 _JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)
 _CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address or name that a server binds is reachable from this machine only."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def check_content_type(headers: Headers) -> None:

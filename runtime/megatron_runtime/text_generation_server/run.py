@@ -12,6 +12,7 @@ from collections.abc import Generator
 
 import uvicorn
 
+from megatron_runtime.health import HealthServer
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.text_generation_server.app import create_app
 from megatron_runtime.text_generation_server.connections import MAX_HEADER_BYTES, Connection
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2
 """After the drain: time for the last bytes to leave."""
+_DEFAULT_LIMITS = ConnectionLimits()
 _TICKS_OF_SWEEP = 5
 """Of uvicorn's main loop, a tenth of a second each."""
 
@@ -80,9 +82,7 @@ class HttpServer(uvicorn.Server):
         yield
 
 
-def http_server(
-    app: object, *, limits: ConnectionLimits = ConnectionLimits(), access_log: bool = False
-) -> HttpServer:
+def http_server(app: object, *, limits: ConnectionLimits = _DEFAULT_LIMITS, access_log: bool = False) -> HttpServer:
     """Return the configured HTTP server of an application."""
     return HttpServer(
         uvicorn.Config(
@@ -139,6 +139,7 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     if certificate is not None:
         http.config.load()
         http.config.ssl = certificate.context
+    health = _health_server(service)
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -149,6 +150,8 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
+    if health is not None:
+        await health.start()
     await client.start(connect_timeout_seconds=0)  # readiness says when it is connected
     serving = asyncio.create_task(http.serve(sockets=[listener]))
     stopping = asyncio.create_task(stop.wait())
@@ -162,7 +165,18 @@ async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer
         stopping.cancel()
         if renewing is not None:
             renewing.cancel()
+        if health is not None:
+            await health.stop()
         client.stop()
+
+
+def _health_server(service: Service) -> HealthServer | None:
+    settings = service.settings
+    if settings.health_port is None:
+        return None
+    return HealthServer(
+        missing=service.missing, registry=service.metrics.registry, host=settings.host, port=settings.health_port
+    )
 
 
 def _certificate(settings: ServerSettings) -> Certificate | None:

@@ -71,6 +71,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    body_bytes: int = 0
+    """Of request bodies that are not complete yet."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: what is still open is answered with an error."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -111,21 +113,28 @@ class Service:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
     async def _body(self, request: Request, scan: JsonScan) -> bytes:
+        """Return the body. Bodies of all requests together are limited while they arrive."""
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
         chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise too_large
-            try:
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                self.body_bytes += len(chunk)
+                if size > limit:
+                    raise too_large
+                if self.body_bytes > self.settings.max_bodies_bytes:
+                    message = "This server receives too many large request bodies at once: try again."
+                    raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
                 scan.feed(chunk)
-            except JsonLimitError as error:
-                raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
-            chunks.append(chunk)
+                chunks.append(chunk)
+        except JsonLimitError as error:
+            raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
+        finally:
+            self.body_bytes -= size
         return b"".join(chunks)
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:

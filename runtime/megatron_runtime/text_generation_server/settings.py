@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +40,7 @@ class ServerSettings:
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
     model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
+    health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
@@ -44,6 +48,7 @@ class ServerSettings:
                         says, "none" to offer no tools.
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
     max_body_bytes:     longest request body.
+    max_bodies_bytes:   of all bodies that are being received; beyond that 429.
     max_open_requests:  choices generated or waited for at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
@@ -61,6 +66,7 @@ class ServerSettings:
     model_hash: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
+    health_port: int | None = None
     keys_dir: Path | None = None
     tls_certificate_file: Path | None = None
     tls_key_file: Path | None = None
@@ -68,6 +74,7 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
+    max_bodies_bytes: int = 256 * 1024 * 1024
     max_open_requests: int = 10_000
     keep_alive_seconds: float = 15.0
     coordinator_wait_seconds: float = 30.0
@@ -86,3 +93,11 @@ def default_model_name(model: str) -> str:
     """The name of a model that was given none: what follows "builtin:", the repository's, file's or directory's own."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name that a server binds is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -4,7 +4,6 @@ nothing grows."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
