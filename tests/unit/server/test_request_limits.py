@@ -185,7 +185,7 @@ JSON_IN_TEXT: list[tuple[str, dict[str, Any], str]] = [
             "messages": [
                 {
                     "role": "assistant",
-                    "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"a": %s}' % WIDE}}],
+                    "tool_calls": [{**CALL, "function": {"name": "f", "arguments": '{"a": ' + WIDE + "}"}}],
                 }
             ]
             * 3,
