@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import resource
 import signal
 import socket
 from collections.abc import Generator
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_SECONDS = 2
 """After the drain: time for the last bytes to leave."""
+_OTHER_FILES = 512
+"""Beside connections: libraries, the coordinator, probes."""
 _DEFAULT_LIMITS = ConnectionLimits()
 _TICKS_OF_SWEEP = 5
 """Of uvicorn's main loop, a tenth of a second each."""
@@ -39,6 +42,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     listener: an already bound socket; None binds host and port.
     Raises OSError when the address is taken and TokenizerLoadError when the model has no readable tokenizer.
     """
+    _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
         tokenizer = load_tokenizer(settings.model)
@@ -46,6 +50,18 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Let the process have so many connections: each is an open file, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        logger.warning("the limit of %d open files is below --max-connections %d: raise the limit", hard, connections)
+        wanted = hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 class HttpServer(uvicorn.Server):
@@ -63,9 +79,10 @@ class HttpServer(uvicorn.Server):
             return Connection(limits=self._limits, config=self.config, **options)
 
         await self.lifespan.startup()
-        tls = {} if self.config.ssl is None else {"ssl_handshake_timeout": self._limits.handshake_seconds}
+        tls = self.config.ssl
+        seconds = None if tls is None else self._limits.handshake_seconds
         self.servers = [
-            await loop.create_server(connection, sock=sock, ssl=self.config.ssl, backlog=BACKLOG, **tls)
+            await loop.create_server(connection, sock=sock, ssl=tls, ssl_handshake_timeout=seconds, backlog=BACKLOG)
             for sock in sockets or ()
         ]
         self.started = True

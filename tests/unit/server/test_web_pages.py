@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import psutil
 import pytest
 from eventually import LONG_SECONDS, eventually
 
@@ -133,6 +134,7 @@ async def test_with_a_health_port_metrics_are_there_only(tmp_path: Path) -> None
     keys.write_text("secret\n")
     port, health_port = _free_port(), _free_port()
     process = await asyncio.create_subprocess_exec(
+        *("bash", "-c", 'ulimit -Sn 256 && exec "$@"', "with-few-files"),
         *(sys.executable, "-m", "megatron_runtime.cli", "server", "--coordinator", "127.0.0.1:9"),
         *("--host", "127.0.0.1", "--port", str(port), "--health-port", str(health_port), "--drain-seconds", "0"),
         *("--linger-seconds", "0", "--api-keys-file", str(keys)),
@@ -151,6 +153,7 @@ async def test_with_a_health_port_metrics_are_there_only(tmp_path: Path) -> None
             assert (ready.status_code, ready.json()["ready"]) == (503, False)
             text = (await http.get(f"http://127.0.0.1:{health_port}/metrics")).text
             assert "megatron_num_requests_running" in text
+            assert psutil.Process(process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 4096  # --max-connections
             key = {"Authorization": "Bearer secret"}
             assert (await http.get(f"http://127.0.0.1:{port}/metrics", headers=key)).status_code == 404
             assert (await http.get(f"http://127.0.0.1:{port}/livez")).status_code == 200
