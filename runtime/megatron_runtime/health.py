@@ -21,6 +21,8 @@ logger = logging.getLogger(__name__)
 
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
+MAX_CONNECTIONS = 128
+"""At once; further ones are closed."""
 
 
 class HealthServer:
@@ -46,6 +48,7 @@ class HealthServer:
         self._host = host
         self._port = port
         self._server: asyncio.Server | None = None
+        self._connections = 0
 
     @property
     def port(self) -> int:
@@ -68,13 +71,20 @@ class HealthServer:
             self._server = None
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self._connections >= MAX_CONNECTIONS:
+            writer.transport.abort()
+            return
+        self._connections += 1
         try:
             request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_TIMEOUT_SECONDS)
+            writer.transport.set_write_buffer_limits(0)  # drain() waits until the client has taken all of it
             writer.write(self._answer(request))
             await asyncio.wait_for(writer.drain(), REQUEST_TIMEOUT_SECONDS)
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as error:
             logger.debug("probe connection ended without a request: %r", error)
+            writer.transport.abort()
         finally:
+            self._connections -= 1
             writer.close()
 
     def _answer(self, request: bytes) -> bytes:

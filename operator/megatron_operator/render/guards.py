@@ -82,7 +82,7 @@ def network_policies(ctx: RenderContext) -> list[Manifest]:
     ]
     # Ranks of an engine open ports of their own choice to each other.
     engine = [{"from": [_pods(ctx, ENGINE)]}, {"ports": _tcp(PORT_HEALTH)}]
-    server = [{"ports": _tcp(PORT_HTTP)}]
+    server = [{"ports": _tcp(PORT_HTTP)}, {"ports": _tcp(PORT_HEALTH)}]
     source = [dns_egress(), *([hub_egress()] if ctx.spec.model.source.hugging_face is not None else [])]
     to_coordinator = {"to": [_pods(ctx, COORDINATOR)]}
     from_engine = [{**to_coordinator, "ports": _tcp(PORT_ENGINE)}, {"to": [_pods(ctx, ENGINE)]}, *source]

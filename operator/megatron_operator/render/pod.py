@@ -122,9 +122,8 @@ def keys_args(ctx: RenderContext) -> list[str]:
     return ["--keys-dir", KEYS_DIR] if ctx.settings.security else []
 
 
-def http_probe(path: str, port: int = PORT_HEALTH, *, scheme: str = "http", **timing: int) -> dict[str, Any]:
-    target = {"path": path, "port": port, **({"scheme": "HTTPS"} if scheme == "https" else {})}
-    return {"httpGet": target, "timeoutSeconds": 3, **timing}
+def http_probe(path: str, **timing: int) -> dict[str, Any]:
+    return {"httpGet": {"path": path, "port": PORT_HEALTH}, "timeoutSeconds": 3, **timing}
 
 
 def anti_affinity(ctx: RenderContext, component: str) -> dict[str, Any]:

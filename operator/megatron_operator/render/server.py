@@ -6,6 +6,7 @@ from megatron_operator.render.context import (
     ANNOTATION_MODEL,
     LABEL_WEIGHTS,
     PORT_CLIENT,
+    PORT_HEALTH,
     PORT_HTTP,
     SERVER,
     Manifest,
@@ -43,6 +44,7 @@ def server_args(ctx: RenderContext) -> list[str]:
         *("--model-hash", model_hash(ctx)),
         *("--host", "0.0.0.0"),
         *("--port", str(PORT_HTTP)),
+        *("--health-port", str(PORT_HEALTH)),
         *keys_args(ctx),
         *("--drain-seconds", str(ctx.spec.lifecycle.drain_seconds)),
     ]
@@ -72,14 +74,16 @@ def server_deployment(ctx: RenderContext) -> Manifest:
         "name": SERVER,
         "args": server_args(ctx),
         "env": model_env(ctx),
-        "ports": [{"name": scheme, "containerPort": PORT_HTTP}],
+        "ports": [
+            {"name": scheme, "containerPort": PORT_HTTP},
+            {"name": "health", "containerPort": PORT_HEALTH},
+        ],
         "resources": bounded_memory(server.pod_template, SERVER, cpu="50m", request="256Mi", limit=MEMORY_LIMIT),
-        "startupProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=1, failureThreshold=300),
+        # On a port of their own: clients that take all connections of the other one do not restart the pod.
+        "startupProbe": http_probe("/livez", periodSeconds=1, failureThreshold=300),
         # Not ready while no coordinator answers; but for so long requests are held, and new ones have to get in.
-        "readinessProbe": http_probe(
-            "/readyz", PORT_HTTP, scheme=scheme, periodSeconds=2, failureThreshold=HELD_SECONDS // 2
-        ),
-        "livenessProbe": http_probe("/livez", PORT_HTTP, scheme=scheme, periodSeconds=10, failureThreshold=6),
+        "readinessProbe": http_probe("/readyz", periodSeconds=2, failureThreshold=HELD_SECONDS // 2),
+        "livenessProbe": http_probe("/livez", periodSeconds=10, failureThreshold=6),
     }
     template = pod_template(
         ctx,

@@ -11,7 +11,7 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.text_generation_server.app import create_app
 from megatron_runtime.text_generation_server.listener import listen
 from megatron_runtime.text_generation_server.run import drain, http_server
-from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback
 from megatron_runtime.tokenization import Tokenizer
 
 DRAIN_SECONDS = 5.0
@@ -42,6 +42,7 @@ class FrontEnd:
             tool_call_parser=config.parsers[0] if config.parsers else "auto",
             max_sequence_length=max_sequence_length,
             drain_seconds=DRAIN_SECONDS,
+            allowed_hosts=LOOPBACK_HOSTS if is_loopback(config.host) else (),
         )
         self._client = InferenceClient(coordinator, deserialize=False)
         try:

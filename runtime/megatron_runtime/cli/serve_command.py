@@ -15,7 +15,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import PORT, ROUTING_POLICIES, ApiKeysFile, Memory, readable_errors, tool_call_parser
-from megatron_runtime.text_generation_server.settings import default_model_name
+from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -43,9 +43,15 @@ class ServeOptions:
     routing_policy: str
     threads: int | None
     api_keys_file: Path | None
+    allowed_hosts: tuple[str, ...]
     tool_call_parser: str
     drain_seconds: float
     verbose: bool
+
+    @property
+    def served_hosts(self) -> tuple[str, ...]:
+        """Host headers that are accepted; empty: any. On loopback a web page must not get here under another name."""
+        return (*LOOPBACK_HOSTS, *self.allowed_hosts) if is_loopback(self.host) or self.allowed_hosts else ()
 
     @property
     def served_name(self) -> str:
@@ -87,6 +93,13 @@ class ServeOptions:
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="A further name of this server in requests (Host header); repeatable. On loopback, requests for any other "
+    "name than localhost get a 403.",
+)
 @tool_call_parser
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, show_default=True, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
@@ -171,7 +184,8 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         *("--coordinator", f"{_LOOPBACK}:{client_port}", "--model", options.model),
         *("--model-name", options.served_name, "--linger-seconds", "0"),
         *("--tool-call-parser", options.tool_call_parser),
-        *("--host", options.host, "--listen-fd", str(listener.fileno())),
+        *("--host", options.host, "--listen-fd", str(listener.fileno()), "--health-port", "off"),
+        *(argument for host in options.served_hosts for argument in ("--allowed-host", host)),
         *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
         *(*length, *drain, *logs),
     ]

@@ -14,6 +14,7 @@ from megatron_runtime.cli.options import (
     Address,
     ApiKeysFile,
     Memory,
+    OptionalPort,
     log_level,
     readable_errors,
     tool_call_parser,
@@ -29,6 +30,13 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--model-hash", default="", help="Hash of the model; engines of another one do not answer.")
 @click.option("--host", default="0.0.0.0", show_default=True)
 @click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
+@click.option(
+    "--health-port",
+    type=OptionalPort(),
+    default="8080",
+    show_default=True,
+    help="Probes and metrics, without a key; off: metrics are on --port, behind the API key.",
+)
 @click.option("--keys-dir", type=DIRECTORY, help="client.key, client.pub and server.pub; absent: no encryption.")
 @click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
 @click.option("--tls-key-file", type=FILE, help="Its key, in PEM.")
@@ -38,6 +46,19 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--max-body-size", "max_body_bytes", type=Memory(), default="4Mi", show_default=True)
 @click.option(
     "--max-open-requests", type=click.IntRange(min=1), default=10_000, show_default=True, help="Beyond that 429."
+)
+@click.option(
+    "--max-connections",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="Beyond that the one idle longest is closed, or the new one gets a 503.",
+)
+@click.option(
+    "--allowed-host",
+    "allowed_hosts",
+    multiple=True,
+    help="Serve only requests whose Host header has this name, and no web page of another origin; repeatable.",
 )
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=60, show_default=True)
 @click.option(
@@ -51,12 +72,13 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")
 @log_level
 @readable_errors
-def command(*, keys_dir: Path | None, listen_fd: int | None, **options: Any) -> None:
+def command(*, keys_dir: Path | None, listen_fd: int | None, max_connections: int, **options: Any) -> None:
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
         raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
     from megatron_runtime.text_generation_server.run import run
-    from megatron_runtime.text_generation_server.settings import ServerSettings
+    from megatron_runtime.text_generation_server.settings import ConnectionLimits, ServerSettings
 
     listener = None if listen_fd is None else socket.socket(fileno=listen_fd)
-    run(ServerSettings(keys_dir=keys_dir, **options), listener=listener)
+    limits = ConnectionLimits(max_connections=max_connections)
+    run(ServerSettings(keys_dir=keys_dir, connections=limits, **options), listener=listener)

@@ -19,9 +19,10 @@ from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.chat import create_chat_completion
 from megatron_runtime.text_generation_server.completions import create_completion
 from megatron_runtime.text_generation_server.console import add_console
-from megatron_runtime.text_generation_server.errors import ApiError
+from megatron_runtime.text_generation_server.errors import ApiError, shown
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
 from megatron_runtime.text_generation_server.middleware import ObserveMiddleware
+from megatron_runtime.text_generation_server.origin import HostMiddleware
 from megatron_runtime.text_generation_server.profile import start_profile, stop_profile
 from megatron_runtime.text_generation_server.schema import (
     ChatRequest,
@@ -56,11 +57,16 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
         api_keys=ApiKeys(file=settings.api_keys_file),
         tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
     )
-    app = FastAPI(title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="megatron", version=megatron_runtime.__version__, docs_url=None, redoc_url=None, openapi_url=None
+    )
     app.state.service = service
+    if settings.allowed_hosts:
+        app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ObserveMiddleware, service=service)
     add_console(app)
     _add_probes(app, service)
+    _add_internals(app, service)
     _add_models(app, service)
     for path, handler, body in (
         ("completions", create_completion, CompletionRequest),
@@ -87,9 +93,6 @@ def _add_probes(app: FastAPI, service: Service) -> None:
         missing = service.missing()
         return JSONResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
 
-    async def metrics() -> Response:
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
     async def version() -> Response:
         return JSONResponse({"version": megatron_runtime.__version__})
 
@@ -97,7 +100,24 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
     for path in ("/readyz", "/health", "/v1/health"):
         app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
-    app.add_api_route("/metrics", metrics, methods=["GET"])
+
+
+def _add_internals(app: FastAPI, service: Service) -> None:
+    """Routes that describe the server and its load. They need a key where keys are set; metrics may have a port of
+    their own.
+    """
+
+    async def openapi(request: Request) -> Response:
+        _authorize(service, request)
+        return JSONResponse(app.openapi())
+
+    async def metrics(request: Request) -> Response:
+        _authorize(service, request)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
+
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
+    if service.settings.health_port is None:
+        app.add_api_route("/metrics", metrics, methods=["GET"])
 
 
 def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
@@ -169,9 +189,11 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if error.status_code == 404:
-        return ApiError(404, f"There is no {request.url.path} here.", code="unknown_url").response()
+        return ApiError(404, f"There is no {shown(request.url.path)[1:-1]} here.", code="unknown_url").response()
     if error.status_code == 405:
-        refused = ApiError(405, f"{request.method} is not allowed for {request.url.path}.", code="method_not_allowed")
+        refused = ApiError(
+            405, f"{request.method} is not allowed for {shown(request.url.path)[1:-1]}.", code="method_not_allowed"
+        )
         response = refused.response()
         response.headers.update(error.headers or {})
         return response

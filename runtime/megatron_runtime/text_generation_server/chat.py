@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megatron_runtime.text_generation_server.chat_choice import ChatChoice, Delta, Message
 from megatron_runtime.text_generation_server.generation import Generation, Piece
@@ -46,7 +46,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     if asked.stream:
         return service.stream(answer.events(generation))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
-    return JSONResponse(answer.whole(pieces, generation))
+    return await answer.whole(pieces, generation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,15 +76,15 @@ class _ChatAnswer:
             made_by = {"system_fingerprint": generation.weights.fingerprint}
             yield {**head, **made_by, "choices": [], "usage": generation.usage.as_json()}
 
-    def whole(self, pieces: list[Piece], generation: Generation) -> dict[str, Any]:
-        return {
+    async def whole(self, pieces: list[Piece], generation: Generation) -> Response:
+        fields = {
             "object": "chat.completion",
             **self.head,
             "model": self.asked.model,
             "system_fingerprint": generation.weights.fingerprint,
-            "choices": [self._whole_choice(piece) for piece in pieces],
             "usage": generation.usage.as_json(),
         }
+        return await self.service.whole(fields, (self._whole_choice(piece) for piece in pieces))
 
     def _choice(self, index: int) -> ChatChoice:
         if self.tools is None:

@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.generation import Generation, Piece
@@ -46,9 +46,9 @@ async def create_completion(service: Service, request: Request) -> Response:
     if asked.stream:
         return service.stream(_events(service, generation, asked, head))
     pieces = await until_disconnect(request, generation.collect(), expired=service.expired)
-    choices = [_choice(service, asked, piece) for piece in pieces]
     made_by = {"system_fingerprint": generation.weights.fingerprint}
-    return JSONResponse({**head, **made_by, "choices": choices, "usage": generation.usage.as_json()})
+    fields = {**head, **made_by, "usage": generation.usage.as_json()}
+    return await service.whole(fields, (_choice(service, asked, piece) for piece in pieces))
 
 
 async def _prompt(service: Service, item: str | list[int], place: int, asked: CompletionRequest) -> Prompt:

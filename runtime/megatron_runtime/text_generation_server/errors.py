@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,13 +15,19 @@ TYPE_OF_STATUS = {
     403: "permission_error",
     404: "not_found_error",
     405: "invalid_request_error",
+    408: "timeout_error",
     409: "conflict_error",
     413: "invalid_request_error",
     415: "invalid_request_error",
     429: "rate_limit_error",
+    431: "invalid_request_error",
     503: "service_unavailable_error",
     504: "timeout_error",
 }
+_SHOWN_CHARACTERS = 80
+_PLACE_CHARACTERS = 200
+_BRIEF = reprlib.Repr()
+_BRIEF.maxstring = _BRIEF.maxother = _BRIEF.maxlong = _SHOWN_CHARACTERS
 CONTEXT_LENGTH_PHRASE = "This model's maximum context length was exceeded."
 
 
@@ -51,13 +58,17 @@ class ApiError(Exception):
         kind = TYPE_OF_STATUS.get(self.status, "server_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
 
-    def response(self) -> JSONResponse:
+    @property
+    def headers(self) -> dict[str, str]:
         headers: dict[str, str] = {}
         if self.retry_after_seconds is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_seconds)))
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
-        return JSONResponse(self.body(), status_code=self.status, headers=headers)
+        return headers
+
+    def response(self) -> JSONResponse:
+        return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
 def context_length_error(*, prompt_length: int, limit: int, param: str) -> ApiError:
@@ -76,7 +87,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
-    place = _field_name(first["loc"])
+    place = _field_name(first["loc"])[:_PLACE_CHARACTERS]
     if first["type"] == "extra_forbidden":
         return ApiError(
             400, f"Unrecognized request argument: {place}. Remove it.", param=place, code="unknown_parameter"
@@ -84,7 +95,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "missing":
         return ApiError(400, f"Missing required parameter: {place}.", param=place, code="missing_required_parameter")
     message = first["msg"].removeprefix("Value error, ")
-    seen = "" if first["type"] == "value_error" else f", not {_shown(first.get('input'))}"
+    seen = "" if first["type"] == "value_error" else f", not {shown(first.get('input'))}"
     named = place or "the request body"
     return ApiError(400, f"Invalid value for {named}: {message}{seen}.", param=place or None, code="invalid_value")
 
@@ -120,6 +131,7 @@ def _field_name(place: Sequence[str | int]) -> str:
     return name
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+def shown(value: Any) -> str:
+    """A value for a message: its beginning, control characters escaped. Costs the same for a value of any size."""
+    text = _BRIEF.repr(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else text[: _SHOWN_CHARACTERS - 3] + "..."

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.requests.rejection import ModelChangedError
@@ -21,6 +21,9 @@ from megatron_runtime.tokenization import Tokenizer
 
 _MERGE_QUEUE_EVENTS = 64
 _RECONNECT_CHECK_SECONDS = 0.05
+_STARTED_AT_ONCE = 8
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,8 +192,9 @@ class Generation:
     async def collect(self) -> list[Piece]:
         """Return every choice whole, in order. Cancelled or failed, it aborts what is still open."""
         await self._until_connected()
-        tasks = [asyncio.create_task(self._collect_one(job)) for job in self.jobs]
+        tasks: list[asyncio.Task[Piece]] = []
         try:
+            await _start(tasks, (self._collect_one(job) for job in self.jobs))
             return list(await asyncio.gather(*tasks))
         finally:
             await _cancel(tasks)
@@ -221,9 +225,10 @@ class Generation:
                     yield piece
             return
         merged: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue(_MERGE_QUEUE_EVENTS)
-        tasks = [asyncio.create_task(self._forward(job, merged)) for job in self.jobs]
+        tasks: list[asyncio.Task[None]] = []
+        starting = asyncio.create_task(_start(tasks, (self._forward(job, merged) for job in self.jobs)))
         try:
-            remaining = len(tasks)
+            remaining = len(self.jobs)
             while remaining:
                 event = await merged.get()
                 if event is None:
@@ -233,6 +238,7 @@ class Generation:
                 else:
                     yield event
         finally:
+            await _cancel([starting])
             await _cancel(tasks)
 
     async def _forward(self, job: Job, merged: asyncio.Queue[Piece | BaseException | None]) -> None:
@@ -292,6 +298,14 @@ async def _translated(stream: Any, field_names: Mapping[str, str]) -> AsyncItera
     async with _rejections(field_names):
         async for event in stream:
             yield event
+
+
+async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
+    """Append a running task for each; other requests run between them, however many there are."""
+    for work in works:
+        tasks.append(asyncio.create_task(work))
+        if len(tasks) % _STARTED_AT_ONCE == 0:
+            await asyncio.sleep(0)
 
 
 async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from megatron_runtime.text_generation_server.connections import MAX_HEADERS
+from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.service import Service
 
 
@@ -29,4 +31,9 @@ class ObserveMiddleware:
             await send(message)
 
         with self._service.serving():
-            await self._app(scope, receive, observed)
+            if len(scope["headers"]) > MAX_HEADERS:
+                message = f"The request has more than {MAX_HEADERS} headers: send fewer."
+                refused = ApiError(431, message, code="headers_too_large").response()
+                await refused(scope, receive, observed)
+            else:
+                await self._app(scope, receive, observed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from typing import Any
 
@@ -33,15 +34,12 @@ def sampling_params(
     request: GenerationRequest,
     tokenizer: Tokenizer,
     *,
-    budget: int | None,
-    choice: int,
     form: dict[str, Any] | None = None,
     log_probs: int | None = None,
     prompt_log_probs: bool = False,
 ) -> SamplingParams:
-    """Return the parameters of choice number `choice`; what the request leaves out is as SamplingParams has it.
+    """Return the parameters that all choices share; what the request leaves out is as SamplingParams has it.
 
-    budget:    most tokens to generate; None means as many as fit.
     form:      what the answer must look like.
     log_probs: how many of the likeliest tokens to report at each place; None reports no log-probabilities at all.
     Raises ApiError 400 that names the field at fault.
@@ -61,13 +59,11 @@ def sampling_params(
         "frequency_penalty": request.frequency_penalty,
         "logit_bias": _biases(request.logit_bias, tokenizer),
         "structured_output": form,
-        "num_tokens_to_generate": budget,
         "min_tokens": request.min_tokens,
         "termination_id": eos[0] if ends_at_eos else IGNORE_EOS,
         "stop_token_ids": _in_vocabulary(further, tokenizer) or None,
         "stop_words": request.stop or None,
         "detokenize_stop_sequence": request.include_stop_str_in_output,
-        "seed": choice_seed(request.seed, choice=choice),
         "priority": request.priority,
         "cache_salt": request.cache_salt,
         "return_log_probs": log_probs is not None,
@@ -81,6 +77,18 @@ def sampling_params(
     except InvalidSamplingParamsError as error:
         field = FIELD_NAMES.get(error.field, error.field)
         raise ApiError(400, f"{error}.", param=field, code="invalid_value") from error
+
+
+def choice_params(shared: SamplingParams, *, budget: int | None, seed: int | None, choice: int) -> SamplingParams:
+    """Return the parameters of choice number `choice`. They hold the same lists and maps, validated once, uncopied.
+
+    budget: most tokens to generate, at least 1; None means as many as fit.
+    seed:   of the request.
+    """
+    params = copy.copy(shared)
+    params.num_tokens_to_generate = budget
+    params.seed = choice_seed(seed, choice=choice)
+    return params
 
 
 def choice_seed(seed: int | None, *, choice: int) -> int | None:

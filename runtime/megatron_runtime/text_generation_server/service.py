@@ -4,31 +4,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import to_json
 from starlette.requests import Request
+from starlette.responses import Response
 
+from megatron_runtime.requests.pending import TOKEN_BYTES
+from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.text_generation_server.auth import ApiKeys
 from megatron_runtime.text_generation_server.backend import Backend
-from megatron_runtime.text_generation_server.errors import ApiError, context_length_error, from_validation
+from megatron_runtime.text_generation_server.errors import ApiError, context_length_error, from_validation, shown
 from megatron_runtime.text_generation_server.generation import Generation, Job
+from megatron_runtime.text_generation_server.json_limits import JsonLimitError, JsonScan
 from megatron_runtime.text_generation_server.metrics import ServerMetrics
-from megatron_runtime.text_generation_server.sampling import FIELD_NAMES, form_of, sampling_params
+from megatron_runtime.text_generation_server.origin import check_content_type
+from megatron_runtime.text_generation_server.sampling import FIELD_NAMES, choice_params, form_of, sampling_params
 from megatron_runtime.text_generation_server.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.text_generation_server.settings import ServerSettings
 from megatron_runtime.text_generation_server.sse import EventStream
 from megatron_runtime.text_generation_server.tools import ToolParser
 from megatron_runtime.text_generation_server.tools.prompt import as_plain_messages
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer
+from megatron_runtime.wire.messages import pack
 
 TEXT_TOKENIZED_IN_PLACE = 4096
 """Characters; longer texts are tokenized on a thread, so that other streams go on meanwhile."""
 
 MAX_JOBS = 1024
+MAX_SENT_BYTES = 32 << 20
+"""Of one request, over all its choices: each choice is sent to the coordinator with its prompt and parameters."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -62,6 +71,8 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    body_bytes: int = 0
+    """Of request bodies that are not complete yet."""
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: what is still open is answered with an error."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -86,31 +97,44 @@ class Service:
         if name != self.settings.served_name:
             raise ApiError(
                 404,
-                f"The model {name!r} does not exist: this server offers {self.settings.served_name!r}.",
+                f"The model {shown(name)} does not exist: this server offers {self.settings.served_name!r}.",
                 param="model",
                 code="model_not_found",
             )
 
     async def read(self, request: Request, model: type[_Model]) -> _Model:
-        """Return the validated body. Raises ApiError 400 or 413."""
-        body = await self._body(request)
+        """Return the validated body. Raises ApiError 400, 413 or 415."""
+        check_content_type(request.headers)
+        scan = JsonScan()
+        body = await self._body(request, scan)
         try:
-            return model.model_validate_json(body)
+            return model.model_validate_json(body, context=scan)
         except ValidationError as error:
             raise from_validation(error.errors(include_url=False, include_context=False)) from error
 
-    async def _body(self, request: Request) -> bytes:
+    async def _body(self, request: Request, scan: JsonScan) -> bytes:
+        """Return the body. Bodies of all requests together are limited while they arrive."""
         limit = self.settings.max_body_bytes
         too_large = ApiError(413, f"The request body is larger than {limit} bytes: shorten it.", code="body_too_large")
         declared = request.headers.get("content-length", "")
         if declared.isdigit() and int(declared) > limit:
             raise too_large
         chunks, size = [], 0
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > limit:
-                raise too_large
-            chunks.append(chunk)
+        try:
+            async for chunk in request.stream():
+                size += len(chunk)
+                self.body_bytes += len(chunk)
+                if size > limit:
+                    raise too_large
+                if self.body_bytes > self.settings.max_bodies_bytes:
+                    message = "This server receives too many large request bodies at once: try again."
+                    raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
+                scan.feed(chunk)
+                chunks.append(chunk)
+        except JsonLimitError as error:
+            raise ApiError(400, f"The request body is too complex: {error}.", code="body_too_complex") from error
+        finally:
+            self.body_bytes -= size
         return b"".join(chunks)
 
     async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
@@ -165,24 +189,19 @@ class Service:
         form_field = "tool_choice" if own is None else own[1]
         form = form if own is None else own[0]
         end_ids, visible = self._end_ids(request), self._ids_of(markers)
+        shared = sampling_params(
+            request, self.tokenizer, form=form, log_probs=log_probs, prompt_log_probs=prompt_log_probs
+        )
+        _check_sent_bytes(shared, prompts, choices=choices, form_field=form_field)
         jobs = []
         for place, prompt in enumerate(prompts):
             budget = self._budget(prompt, max_tokens)
             for choice in range(choices):
-                params = sampling_params(
-                    request,
-                    self.tokenizer,
-                    budget=budget,
-                    choice=choice,
-                    form=form,
-                    log_probs=log_probs,
-                    prompt_log_probs=prompt_log_probs,
-                )
                 jobs.append(
                     Job(
                         index=place * choices + choice,
                         prompt=prompt.tokens,
-                        params=params,
+                        params=choice_params(shared, budget=budget, seed=request.seed, choice=choice),
                         end_ids=end_ids,
                         visible=visible,
                         counts_prompt=choice == 0,
@@ -198,6 +217,15 @@ class Service:
             field_names={**FIELD_NAMES, "structured_output": form_field},
             coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
         )
+
+    async def whole(self, fields: dict[str, Any], choices: Iterable[dict[str, Any]]) -> Response:
+        """Return an answer of many choices, each encoded on its own: other requests run between them."""
+        encoded = []
+        for choice in choices:
+            encoded.append(to_json(choice))
+            await asyncio.sleep(0)
+        body = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
+        return Response(body, media_type="application/json")
 
     def stream(self, events: AsyncGenerator[dict[str, Any]]) -> EventStream:
         return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
@@ -222,8 +250,8 @@ class Service:
         """Raise ApiError 400 for a prompt that is empty or outside the vocabulary."""
         if not tokens:
             raise ApiError(400, f"Invalid value for {param}: it has no tokens.", param=param, code="invalid_value")
-        outside = next((id_ for id_ in tokens if not 0 <= id_ < self.tokenizer.vocab_size), None)
-        if outside is not None:
+        if min(tokens) < 0 or max(tokens) >= self.tokenizer.vocab_size:
+            outside = next(id_ for id_ in tokens if not 0 <= id_ < self.tokenizer.vocab_size)
             message = f"Invalid value for {param}: token id {outside} is not in 0..{self.tokenizer.vocab_size - 1}."
             raise ApiError(400, message, param=param, code="invalid_value")
 
@@ -236,7 +264,7 @@ class Service:
 
     def _budget(self, prompt: Prompt, wanted: int | None) -> int | None:
         """Most tokens to generate: at least one, so that an engine has something to do."""
-        wanted = None if wanted is None else max(wanted, 1)
+        wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
         limit = self.sequence_limit
         if limit is None:
             return wanted
@@ -252,3 +280,19 @@ class Service:
     def _ids_of(self, markers: Sequence[str]) -> frozenset[int]:
         ids = (self.tokenizer.token_id(marker) for marker in markers)
         return frozenset(id_ for id_ in ids if id_ is not None and id_ in self.tokenizer.special_ids)
+
+
+def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, form_field: str) -> None:
+    """Raise ApiError 400 for a small body that would become a large amount of work."""
+    try:
+        each = len(pack(shared.serialize()))
+    except OverflowError as error:
+        message = f"Invalid value for {form_field}: it has a number beyond 64 bits; use a smaller one."
+        raise ApiError(400, message, param=form_field, code="invalid_value") from error
+    sent = choices * sum(each + TOKEN_BYTES * len(prompt.tokens) for prompt in prompts)
+    if sent > MAX_SENT_BYTES:
+        message = (
+            f"Prompts and parameters of all choices take {sent} bytes, at most {MAX_SENT_BYTES} are allowed: ask for "
+            "fewer choices or prompts at once."
+        )
+        raise ApiError(400, message, param="n", code="request_too_large")

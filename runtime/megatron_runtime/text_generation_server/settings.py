@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import ipaddress
 from dataclasses import dataclass
 from pathlib import Path, PurePath
+
+LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectionLimits:
+    """Deadlines in seconds, and the most connections.
+
+    header_seconds:     from the first byte of a request, or from connecting, to the end of its headers.
+    body_seconds:       from there to the end of its body.
+    body_idle_seconds:  the longest pause between two parts of a body.
+    stall_seconds:      a client that reads too slowly: time for the write buffer to drain, 48 KiB at most.
+    keep_alive_seconds: between two requests.
+    handshake_seconds:  of TLS.
+    max_connections:    beyond it the connection idle longest is closed, or the new one gets a 503.
+    """
+
+    header_seconds: float = 20.0
+    body_seconds: float = 120.0
+    body_idle_seconds: float = 20.0
+    stall_seconds: float = 60.0
+    keep_alive_seconds: int = 75
+    handshake_seconds: float = 10.0
+    max_connections: int = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +40,7 @@ class ServerSettings:
     model_name:         name under which /v1/models offers it; None means the last part of the reference.
     model_hash:         hash of the model that requests are made for, up to 128 characters; empty: any.
     host, port:         where HTTP listens; port 0 picks a free one.
+    health_port:        where probes and metrics are, without a key; None: metrics are on `port`, behind the API key.
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
@@ -22,11 +48,15 @@ class ServerSettings:
                         says, "none" to offer no tools.
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
     max_body_bytes:     longest request body.
+    max_bodies_bytes:   of all bodies that are being received; beyond that 429.
     max_open_requests:  choices generated or waited for at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
     coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
     linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
+    allowed_hosts:      values of the Host header, without port, that are served, and a browser's Origin must be the
+                        same; empty: any.
+    connections:        deadlines and limits of HTTP connections.
     vllm_metrics:       also expose metrics under their vllm: names.
     """
 
@@ -36,6 +66,7 @@ class ServerSettings:
     model_hash: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
+    health_port: int | None = None
     keys_dir: Path | None = None
     tls_certificate_file: Path | None = None
     tls_key_file: Path | None = None
@@ -43,11 +74,14 @@ class ServerSettings:
     tool_call_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024
+    max_bodies_bytes: int = 256 * 1024 * 1024
     max_open_requests: int = 10_000
     keep_alive_seconds: float = 15.0
     coordinator_wait_seconds: float = 30.0
     drain_seconds: float = 60.0
     linger_seconds: float = 0.0
+    allowed_hosts: tuple[str, ...] = ()
+    connections: ConnectionLimits = ConnectionLimits()
     vllm_metrics: bool = True
 
     @property
@@ -59,3 +93,11 @@ def default_model_name(model: str) -> str:
     """The name of a model that was given none: what follows "builtin:", the repository's, file's or directory's own."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
+
+
+def is_loopback(host: str) -> bool:
+    """Whether an address or name that a server binds is reachable from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -298,16 +298,14 @@ def test_a_preview_of_other_weights_restarts_nothing() -> None:
     assert found.steps == ("give every engine weights 7 in place, under the next epoch",)
 
 
-def test_tls_moves_the_front_door_its_probes_and_its_address_to_https() -> None:
+def test_tls_moves_the_front_door_and_its_address_to_https() -> None:
     ctx = _context(server={"tls": {"secretName": "front-cert"}})
     by_name = {(child["kind"], child["metadata"]["name"]): child for child in all_children(ctx)}
     (port,) = by_name["Service", "demo"]["spec"]["ports"]
     assert (port["name"], port["port"], port["appProtocol"]) == ("https", 443, "https")
     pod = by_name["Deployment", "demo-server"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    assert container["ports"] == [{"name": "https", "containerPort": 8000}]
-    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
-        assert container[probe]["httpGet"]["scheme"] == "HTTPS"
+    assert container["ports"][0] == {"name": "https", "containerPort": 8000}
     args = container["args"]
     assert args[args.index("--tls-certificate-file") + 1] == "/etc/megatron/tls/tls.crt"
     assert {"name": "tls", "secret": {"secretName": "front-cert", "defaultMode": 0o440}} in pod["volumes"]
@@ -348,3 +346,25 @@ def test_a_pod_template_has_the_last_word_on_memory(
     if "memory" not in given.get("requests", {}):
         assert found["requests"].pop("memory") in ("128Mi", "256Mi")
     assert {"limits": {}, **found} == {"limits": {}, **rendered}
+
+
+@pytest.mark.parametrize("tls", [None, {"secretName": "front-cert"}])
+def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, str] | None) -> None:
+    ctx = _context(server={} if tls is None else {"tls": tls})
+    by_name = {(child["kind"], child["metadata"]["name"]): child for child in all_children(ctx)}
+    (container,) = by_name["Deployment", "demo-server"]["spec"]["template"]["spec"]["containers"]
+    assert {"name": "health", "containerPort": 8080} in container["ports"]
+    assert container["args"][container["args"].index("--health-port") + 1] == "8080"
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert container[probe]["httpGet"]["port"] == 8080
+        assert "scheme" not in container[probe]["httpGet"]
+    # No Service leads there, so metrics leave the cluster only where its operator lets them.
+    ports = [
+        port["targetPort"]
+        for (kind, _), child in by_name.items()
+        if kind == "Service"
+        for port in child["spec"]["ports"]
+    ]
+    assert 8000 in ports
+    allowed = [rule["ports"][0]["port"] for rule in by_name["NetworkPolicy", "demo-server"]["spec"]["ingress"]]
+    assert allowed == [8000, 8080]

@@ -27,6 +27,7 @@ from megatron_runtime.text_generation_server.listener import listen
 from megatron_runtime.text_generation_server.run import HttpServer, drain, http_server
 from megatron_runtime.text_generation_server.service import Service
 from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.text_generation_server.tls import Certificate
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 
@@ -100,11 +101,16 @@ Start = Callable[..., Awaitable[Running]]
 
 
 @asynccontextmanager
-async def _running(settings: ServerSettings, tokenizer: Tokenizer, backend: Any) -> AsyncIterator[Running]:
+async def _running(
+    settings: ServerSettings, tokenizer: Tokenizer, backend: Any, certificate: Certificate | None
+) -> AsyncIterator[Running]:
     app = create_app(settings, backend=backend, tokenizer=tokenizer)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(app)
+    server = http_server(app, limits=settings.connections)
+    if certificate is not None:
+        server.config.load()
+        server.config.ssl = certificate.context
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
     async with httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS) as http, client:
@@ -122,9 +128,15 @@ async def start(tokenizer: Tokenizer) -> AsyncIterator[Start]:
     """Start a server with other settings than the default."""
     contexts = []
 
-    async def start_one(tokenizer: Tokenizer = tokenizer, *, backend: Any = None, **changes: Any) -> Running:
+    async def start_one(
+        tokenizer: Tokenizer = tokenizer,
+        *,
+        backend: Any = None,
+        certificate: Certificate | None = None,
+        **changes: Any,
+    ) -> Running:
         backend = backend or generator.ScriptedBackend(tokenizer)
-        context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer, backend)
+        context = _running(replace(ServerSettings(model_name=MODEL), **changes), tokenizer, backend, certificate)
         running = await context.__aenter__()
         contexts.append(context)
         return running

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import socket
 from collections.abc import AsyncIterator
 
 import httpx
 import pytest
+from eventually import eventually
 from prometheus_client import CollectorRegistry, Counter
 
 from megatron_runtime.health import HealthServer
@@ -89,3 +92,31 @@ async def test_taken_port_says_which_flag_to_change(probed: Probed) -> None:
     second = HealthServer(missing=list, host="127.0.0.1", port=probed.server.port)
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{probed.server.port} .*--health-port"):
         await second.start()
+
+
+async def test_connections_are_few_and_none_is_held_by_a_client_that_does_not_read(
+    probed: Probed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_runtime.health.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("megatron_runtime.health.REQUEST_TIMEOUT_SECONDS", 0.3)
+    steps = Counter("steps", "Steps.", ["of"], registry=probed.registry)
+    for number in range(200):
+        steps.labels(f"{number:050000}")  # 20 MB: more than the kernel buffers
+    port = probed.server.port
+    with socket.socket() as stalled, socket.socket() as silent:
+        stalled.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for one in (stalled, silent):
+            await asyncio.to_thread(one.connect, ("127.0.0.1", port))
+        stalled.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        with contextlib.suppress(ConnectionError):
+            assert await reader.read() == b""
+        writer.close()
+
+        async def answers() -> bool:
+            try:
+                return (await _get(probed, "/livez")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await eventually(answers, what="the two connections are ended")

@@ -18,6 +18,8 @@ from megatron_runtime.inference_client import ModelChangedError, RequestRejected
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
+JSON = {"Content-Type": "application/json"}
+
 
 def error_of(reply: Any) -> dict[str, Any]:
     body = reply.json()
@@ -155,7 +157,7 @@ async def test_what_is_not_offered_passes_only_as_nothing(running: Any) -> None:
 async def test_body_that_is_no_request_is_refused(running: Any) -> None:
     bodies = [b"", b"{", b"[]", b'"x"', b"\xff\xfe", b'{"model": "\\ud800"}', b"[" * 100_000]
     for path, body in itertools.product(("/v1/chat/completions", "/v1/completions"), bodies):
-        reply = await running.http.post(path, content=body)
+        reply = await running.http.post(path, content=body, headers=JSON)
         assert reply.status_code == 400
         assert error_of(reply)["type"] == "invalid_request_error"
 
@@ -186,7 +188,7 @@ async def test_any_json_gets_an_answer(running: Any) -> None:
     def check(fields: dict[str, Any], path: str) -> None:
         body = json.dumps({"model": "smollm2", **fields})
         reply = asyncio.run_coroutine_threadsafe(
-            running.http.post(f"/v1/{path}completions", content=body), loop
+            running.http.post(f"/v1/{path}completions", content=body, headers=JSON), loop
         ).result()
         assert reply.status_code in (200, 400), reply.text
         if reply.status_code == 400:
@@ -316,7 +318,7 @@ async def test_body_limit(start: Any) -> None:
             yield b" " * 500
 
     for content in (b" " * 1001, chunks()):
-        reply = await running.http.post("/v1/completions", content=content)
+        reply = await running.http.post("/v1/completions", content=content, headers=JSON)
         assert (reply.status_code, error_of(reply)["code"]) == (413, "body_too_large")
 
 

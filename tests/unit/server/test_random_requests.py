@@ -4,7 +4,6 @@ nothing grows."""
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -187,7 +186,7 @@ async def _one(http: httpx.AsyncClient, number: int, seen: Counter[str]) -> None
         seen["left"] += 1
         await _leave(http, path, {**body, "max_tokens": 500, "ignore_eos": True}, draw)
         return
-    reply = await http.post(path, content=json.dumps(body))
+    reply = await http.post(path, json=body)
     if wrong is None:
         assert reply.status_code == 200, (number, body, reply.text)
         assert 'data: {"error"' not in reply.text

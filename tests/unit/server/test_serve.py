@@ -7,6 +7,7 @@ import signal
 import sys
 from typing import Any
 
+import httpx
 import psutil
 from eventually import LONG_SECONDS
 
@@ -40,6 +41,18 @@ async def test_it_answers_survives_an_engine_and_ends_without_leaving_anything(s
     await served.until("stopping")
     assert await served.process.wait() == 0
     await _gone(children)
+
+
+async def test_on_loopback_it_serves_no_other_name_and_no_other_page(served: Any) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=LONG_SECONDS, trust_env=False) as http:
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.get("/metrics")).status_code == 200
+        rebound = await http.get("/v1/models", headers={"Host": "evil.example"})
+        assert (rebound.status_code, rebound.json()["error"]["code"]) == (403, "host_not_allowed")
+        foreign = await http.get("/v1/models", headers={"Origin": "https://evil.example"})
+        assert (foreign.status_code, foreign.json()["error"]["code"]) == (403, "origin_not_allowed")
+        page = await http.get("/", headers={"Origin": served.url})
+        assert page.status_code == 200
 
 
 async def test_nothing_survives_when_it_is_killed(served: Any) -> None:

@@ -55,7 +55,7 @@ async def port(authority: trustme.CA, tmp_path: Path) -> AsyncIterator[int]:
         number: int = probe.getsockname()[1]
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "megatron_runtime.cli", "server", "--coordinator", "127.0.0.1:9"),
-        *("--host", "127.0.0.1", "--port", str(number), "--drain-seconds", "0"),
+        *("--host", "127.0.0.1", "--port", str(number), "--health-port", "off", "--drain-seconds", "0"),
         *("--tls-certificate-file", str(certificate), "--tls-key-file", str(key)),
     )
     yield number

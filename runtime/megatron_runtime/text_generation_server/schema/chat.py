@@ -7,6 +7,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
+from megatron_runtime.text_generation_server.schema.bounds import (
+    MAX_CALLS,
+    MAX_MESSAGES,
+    MAX_TEMPLATE_VARIABLES,
+    Discarded,
+    JsonValue,
+    Name,
+    Neutral,
+    TokenIds,
+)
 from megatron_runtime.text_generation_server.schema.common import (
     MAX_TOP_LOGPROBS,
     GenerationRequest,
@@ -38,21 +48,21 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    name: str | None = None
-    tool_calls: list[ToolCall] | None = None
-    tool_call_id: Annotated[str | None, Field(validate_default=True)] = None
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
-    function_call: Any = None
-    audio: Any = None
-    prompt_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
-    generation_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
+    function_call: Neutral = None
+    audio: Neutral = None
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: TokenIds | None = None
 
-    generation_log_probs: Any = None
-    raw_text: Any = None
-    refusal: Any = None
-    annotations: Any = None
-    reasoning: Any = None
-    reasoning_content: Any = None
+    generation_log_probs: Discarded = None
+    raw_text: Discarded = None
+    refusal: Discarded = None
+    annotations: Discarded = None
+    reasoning: Discarded = None
+    reasoning_content: Discarded = None
 
     _not_offered = field_validator(*_NEUTRAL_IN_MESSAGE, mode="before")(refused_unless(_NEUTRAL_IN_MESSAGE))
 
@@ -106,27 +116,27 @@ def _part(part: Any) -> str:
 
 
 class ChatRequest(GenerationRequest):
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     prevent_retokenization: StrictBool | None = None
     return_tokenized_data: StrictBool | None = None
     return_raw_text: StrictBool | None = None
     logprobs: StrictBool | None = None
     top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
 
-    functions: Any = None
-    function_call: Any = None
-    modalities: Any = None
-    audio: Any = None
-    prediction: Any = None
-    web_search_options: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    moderation: Any = None
+    functions: Neutral = None
+    function_call: Neutral = None
+    modalities: Neutral = None
+    audio: Neutral = None
+    prediction: Neutral = None
+    web_search_options: Neutral = None
+    reasoning_effort: Neutral = None
+    verbosity: Neutral = None
+    moderation: Neutral = None
 
     _not_offered = field_validator(*_NEUTRAL, mode="before")(refused_unless(_NEUTRAL))
 

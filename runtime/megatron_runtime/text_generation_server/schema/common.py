@@ -17,6 +17,13 @@ from pydantic import (
     field_validator,
 )
 
+from megatron_runtime.text_generation_server.schema.bounds import (
+    MAX_STOP_TOKEN_IDS,
+    Discarded,
+    JsonObject,
+    Name,
+    TokenId,
+)
 from megatron_runtime.text_generation_server.schema.structured import (
     GuidedChoice,
     ResponseFormat,
@@ -31,7 +38,6 @@ MAX_PROMPTS = 1024
 MAX_TOP_LOGPROBS = 20
 MAX_BIASES = 1024
 
-TokenIds = list[int]
 Number = StrictInt | StrictFloat
 Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 
@@ -48,28 +54,28 @@ class GenerationRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str
+    model: Name
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
     top_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
     stream_options: StreamOptions | None = None
-    stop: list[str] = Field(default_factory=list)
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
     seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
-    logit_bias: dict[str, Number] | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
 
     # Beyond OpenAI, under the names that other servers gave them.
     top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)] | None = None
     repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
-    min_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
     ignore_eos: StrictBool | None = None
-    stop_token_ids: list[Annotated[StrictInt, Field(ge=0)]] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
     include_stop_str_in_output: StrictBool | None = None
-    streaming_interval: Annotated[StrictInt, Field(ge=1)] | None = None
+    streaming_interval: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
     return_token_ids: StrictBool | None = None
     add_BOS: StrictBool | None = None
     skip_prompt_log_probs: StrictBool | None = None
@@ -79,20 +85,20 @@ class GenerationRequest(BaseModel):
     # At most one of these.
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
-    guided_json: dict[str, Any] | StrictBool | StrictStr | None = None
+    guided_json: JsonObject | StrictBool | StrictStr | None = None
     guided_regex: Annotated[StrictStr, Field(min_length=1)] | None = None
     guided_choice: GuidedChoice | None = None
     guided_grammar: Annotated[StrictStr, Field(min_length=1)] | None = None
 
     # Annotations: accepted, without effect on the answer.
-    user: Any = None
-    metadata: Any = None
-    store: Any = None
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_retention: Any = None
-    prompt_cache_options: Any = None
+    user: Discarded = None
+    metadata: Discarded = None
+    store: Discarded = None
+    service_tier: Discarded = None
+    safety_identifier: Discarded = None
+    prompt_cache_key: Discarded = None
+    prompt_cache_retention: Discarded = None
+    prompt_cache_options: Discarded = None
 
     _alone = field_validator(
         "structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar", mode="after"
@@ -102,10 +108,10 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _stop_strings(cls, value: Any) -> list[str]:
         strings = [] if value is None else [value] if isinstance(value, str) else value
+        if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, {len(strings)} were given")
         if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
             raise ValueError("expected a string or a list of strings")
-        if len(strings) > MAX_STOP_STRINGS:
-            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, {len(strings)} were given")
         if any(not 0 < len(item) <= MAX_STOP_CHARACTERS for item in strings):
             raise ValueError(f"each string needs 1 to {MAX_STOP_CHARACTERS} characters")
         return strings
@@ -120,8 +126,6 @@ class GenerationRequest(BaseModel):
     @field_validator("logit_bias")
     @classmethod
     def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
-        if value is not None and len(value) > MAX_BIASES:
-            raise ValueError(f"at most {MAX_BIASES} tokens can have a bias, {len(value)} were given")
         for token, bias in (value or {}).items():
             if not token.isascii() or not token.isdecimal():
                 raise ValueError(f"keys are token ids as decimal strings, not {token[:40]!r}")

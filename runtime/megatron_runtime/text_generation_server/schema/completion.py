@@ -6,13 +6,16 @@ from typing import Annotated, Any
 
 from pydantic import Field, StrictBool, StrictInt, field_validator
 
+from megatron_runtime.text_generation_server.schema.bounds import MAX_TOKEN_IDS, Neutral
 from megatron_runtime.text_generation_server.schema.common import (
     MAX_PROMPTS,
     MAX_TOP_LOGPROBS,
     GenerationRequest,
-    TokenIds,
     refused_unless,
 )
+
+PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+"""The vocabulary check names ids that are out of range."""
 
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"best_of": (None, 1), "suffix": (None, "")}
 
@@ -21,11 +24,14 @@ class CompletionRequest(GenerationRequest):
     """max_tokens may be 0 with echo: the prompt alone, for its log-probabilities."""
 
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
-    prompt: list[str] | list[TokenIds]
+    prompt: (
+        Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     echo: StrictBool | None = None
     logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
-    best_of: Any = None
-    suffix: Any = None
+    best_of: Neutral = None
+    suffix: Neutral = None
 
     _not_offered = field_validator(*_NEUTRAL, mode="before")(refused_unless(_NEUTRAL))
 
@@ -42,8 +48,4 @@ class CompletionRequest(GenerationRequest):
 
 
 def _is_token_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(isinstance(item, int) and not isinstance(item, bool) for item in value)
-    )
+    return isinstance(value, list) and set(map(type, value)) == {int}

@@ -8,11 +8,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationInfo, field_validator
 
+from megatron_runtime.text_generation_server.json_limits import load_json
+from megatron_runtime.text_generation_server.schema.bounds import JsonObject
+
 MAX_FORM_BYTES = 256 * 1024
 MAX_OPTIONS = 4096
 
-GuidedChoice = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=MAX_OPTIONS)]
-JsonSchema = dict[str, Any] | StrictBool
+GuidedChoice = Annotated[
+    list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=MAX_OPTIONS, fail_fast=True)
+]
+JsonSchema = JsonObject | StrictBool
 
 
 class JsonSchemaFormat(BaseModel):
@@ -22,7 +27,7 @@ class JsonSchemaFormat(BaseModel):
 
     name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
     description: str | None = None
-    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    schema_: JsonObject | None = Field(default=None, alias="schema")
     strict: StrictBool | None = None
 
 
@@ -115,8 +120,9 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
     if kind == "json_object":
         return {"type": kind, "value": None}
     if kind == "json_schema" and isinstance(value, str):
+        _check_size(len(value), field)
         try:
-            value = json.loads(value)
+            value = load_json(value)
         except ValueError as error:
             raise ValueError(f"the JSON schema is not valid JSON: {error}", field) from error
     if kind == "json_schema" and not isinstance(value, dict):
@@ -125,7 +131,10 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
         if not value:
             raise ValueError("the JSON schema 'false' allows no answer: give an object", field)
         value = {}
-    size = len(json.dumps(value))
+    _check_size(len(json.dumps(value)), field)
+    return {"type": kind, "value": value}
+
+
+def _check_size(size: int, field: str) -> None:
     if size > MAX_FORM_BYTES:
         raise ValueError(f"it has {size} bytes: at most {MAX_FORM_BYTES} are allowed", field)
-    return {"type": kind, "value": value}

@@ -4,8 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, ValidationInfo, field_validator
 
+from megatron_runtime.text_generation_server.schema.bounds import (
+    MAX_MESSAGES,
+    MAX_TEMPLATE_VARIABLES,
+    JsonValue,
+    Name,
+    TokenIds,
+)
 from megatron_runtime.text_generation_server.schema.chat import ChatMessage
 from megatron_runtime.text_generation_server.schema.tools import MAX_TOOLS, Tool
 
@@ -19,11 +26,13 @@ class TokenizeRequest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str | None = None
+    model: Name | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage] | None, Field(min_length=1, validate_default=True)] = None
-    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    messages: Annotated[
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, validate_default=True)
+    ] = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    chat_template_kwargs: Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)] | None = None
     add_special_tokens: StrictBool | None = None
     add_generation_prompt: StrictBool | None = None
     return_token_strs: StrictBool | None = None
@@ -39,5 +48,5 @@ class TokenizeRequest(BaseModel):
 class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
-    model: str | None = None
-    tokens: list[Annotated[StrictInt, Field(ge=0)]]
+    model: Name | None = None
+    tokens: TokenIds

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, field_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationInfo, field_validator
+
+from megatron_runtime.text_generation_server.json_limits import JsonLimitError, JsonScan, load_json
+from megatron_runtime.text_generation_server.schema.bounds import JsonObject, Name
 
 MAX_TOOLS = 128
 MAX_TOOL_BYTES = 256 * 1024
@@ -18,7 +21,7 @@ class Function(BaseModel):
 
     name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: StrictBool | None = None
 
     @field_validator("parameters")
@@ -43,7 +46,7 @@ class Tool(BaseModel):
 class NamedFunction(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
-    name: str
+    name: Name
 
 
 class NamedTool(BaseModel):
@@ -60,15 +63,18 @@ class CalledFunction(BaseModel):
 
     model_config = ConfigDict(extra="ignore")
 
-    name: str
+    name: Name
     arguments: str
 
     @field_validator("arguments")
     @classmethod
-    def _json_object(cls, value: str) -> str:
+    def _json_object(cls, value: str, info: ValidationInfo) -> str:
+        scan = info.context if isinstance(info.context, JsonScan) else None
         try:
-            is_object = isinstance(json.loads(value or "{}"), dict)
-        except (ValueError, RecursionError):
+            is_object = isinstance(load_json(value or "{}", scan=scan), dict)
+        except JsonLimitError:
+            raise
+        except ValueError:
             is_object = False
         if not is_object:
             raise ValueError("expected a JSON object as a string")
@@ -78,11 +84,11 @@ class CalledFunction(BaseModel):
 class ToolCall(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    id: str
+    id: Name
     type: Literal["function"] = "function"
     function: CalledFunction
 
     def for_template(self) -> dict[str, Any]:
         """Templates write arguments out themselves, so they get them as an object."""
-        arguments = json.loads(self.function.arguments or "{}")
+        arguments = load_json(self.function.arguments or "{}")
         return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}

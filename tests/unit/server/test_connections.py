@@ -1,0 +1,243 @@
+"""Slow, malformed and too many connections: real sockets against the server, with short deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import ssl
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+from eventually import LONG_SECONDS, eventually
+
+from megatron_runtime.text_generation_server.settings import ConnectionLimits
+from megatron_runtime.text_generation_server.tls import Certificate
+
+SHORT = ConnectionLimits(
+    header_seconds=0.6, body_seconds=1.5, body_idle_seconds=0.6, stall_seconds=0.6, handshake_seconds=0.6
+)
+"""For the one deadline that a test is about; the others stay as they are."""
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+BODY = json.dumps({"model": "smollm2", "prompt": "x", "temperature": 0}).encode()
+WHOLE = b"%bContent-Length: %d\r\n\r\n%b" % (REQUEST, len(BODY), BODY)
+
+Reader, Writer = asyncio.StreamReader, asyncio.StreamWriter
+
+
+def limits(*names: str, **changes: Any) -> ConnectionLimits:
+    """The default limits with the named ones short."""
+    return replace(ConnectionLimits(), **{name: getattr(SHORT, name) for name in names}, **changes)
+
+
+@asynccontextmanager
+async def connection(running: Any, **options: Any) -> AsyncIterator[tuple[Reader, Writer]]:
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(running.url.rsplit(":", 1)[1]), **options)
+    try:
+        yield reader, writer
+    finally:
+        writer.close()
+
+
+async def to_the_end(reader: Reader) -> bytes:
+    """What comes until the server closes the connection, which it must."""
+    async with asyncio.timeout(LONG_SECONDS):
+        try:
+            return await reader.read()
+        except ConnectionResetError:
+            return b""
+
+
+async def drip(writer: Writer, data: bytes) -> None:
+    """Send byte after byte until the connection is gone."""
+    try:
+        for byte in data:
+            writer.write(bytes([byte]))
+            await writer.drain()
+            await asyncio.sleep(0.05)
+    except ConnectionError:
+        pass
+
+
+def status_and_code(answer: bytes) -> tuple[int, str]:
+    head, _, body = answer.partition(b"\r\n\r\n")
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return int(head.split()[1]), error["code"]
+
+
+async def works(running: Any) -> bool:
+    return (await running.http.post("/v1/completions", json=json.loads(BODY))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("short", "start_of_request", "dripped"),
+    [
+        ("header_seconds", b"GET /livez HTTP/1.1\r\n", b"A: " + b"x" * 400),
+        ("body_seconds", REQUEST + b"Content-Length: 100000\r\n\r\n", b" " * 400),
+        ("body_idle_seconds", REQUEST + b"Content-Length: 100000\r\n\r\n{", b""),
+    ],
+)
+async def test_a_slow_request_is_ended_with_an_answer(
+    start: Any, short: str, start_of_request: bytes, dripped: bytes
+) -> None:
+    running = await start(connections=limits(short))
+    async with connection(running) as (reader, writer):
+        writer.write(start_of_request)
+        dripping = asyncio.create_task(drip(writer, dripped))
+        assert status_and_code(await to_the_end(reader)) == (408, "request_timeout")
+        dripping.cancel()
+    assert await works(running)
+
+
+async def test_a_connection_without_a_request_is_closed_silently(start: Any) -> None:
+    running = await start(connections=limits("header_seconds"))
+    async with connection(running) as (reader, _):
+        assert await to_the_end(reader) == b""
+
+
+async def test_a_refused_request_does_not_let_its_body_drip_on(start: Any) -> None:
+    running = await start(connections=limits("body_seconds"))
+    async with connection(running) as (reader, writer):
+        writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
+        dripping = asyncio.create_task(drip(writer, b" " * 400))
+        assert b" 404 " in await to_the_end(reader)
+        dripping.cancel()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_client_that_does_not_read_is_cut_off(start: Any, stream: bool) -> None:
+    running = await start(connections=limits("stall_seconds"))
+    running.backend.answer = "many words " * 2000
+    connections = running.server.server_state.connections
+    body = json.dumps({**json.loads(BODY), "stream": stream, "max_tokens": 4000, "logprobs": 5}).encode()
+    with socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await asyncio.to_thread(raw.connect, ("127.0.0.1", int(running.url.rsplit(":", 1)[1])))
+
+        async def accepted() -> bool:
+            return bool(connections)
+
+        await eventually(accepted, what="the server accepts the connection")
+        (one,) = connections
+        one.transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        raw.sendall(b"%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (REQUEST, len(body), body))
+
+        async def gone() -> bool:
+            return not connections
+
+        await eventually(gone, what="the connection is gone")
+        assert len(running.backend.requests) == 1
+        assert await asyncio.to_thread(_received, raw) < 1 << 20
+    await running.backend.until(open_requests=0)
+
+
+def _received(raw: socket.socket) -> int:
+    """How many bytes come before the end of the connection."""
+    count = 0
+    try:
+        while piece := raw.recv(1 << 16):
+            count += len(piece)
+    except ConnectionResetError:
+        pass
+    return count
+
+
+async def test_deadlines_do_not_touch_a_stream_that_waits(start: Any) -> None:
+    running = await start(
+        connections=replace(SHORT, header_seconds=0.2, body_seconds=0.2, body_idle_seconds=0.2, stall_seconds=0.2),
+        keep_alive_seconds=0.3,
+    )
+    running.backend.gate.clear()
+    async with connection(running) as (reader, writer):
+        body = json.dumps({**json.loads(BODY), "stream": True}).encode()
+        writer.write(b"%bConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (REQUEST, len(body), body))
+        async with asyncio.timeout(LONG_SECONDS):
+            for _ in range(6):
+                await reader.readuntil(b": keep-alive\n\n")
+        running.backend.gate.set()
+        assert (await to_the_end(reader)).endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
+
+
+MALFORMED: list[tuple[bytes, int]] = [
+    (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400),
+    (b"GET\r\n\r\n", 400),
+    (b"GET /livez HTTP/x\r\nHost: x\r\n\r\n", 400),
+    (b"GET /livez HTTP/1.1\r\nHost: x\r\nHost: y\r\n\r\n", 400),
+    (b"GET /livez HTTP/1.1\r\n\r\n", 400),
+    (b"GET /livez HTTP/1.1\r\nHost: x\r\nBad Name: y\r\n\r\n", 400),
+    (b"GET /livez HTTP/1.1\r\nHost: x\r\nA: \x00\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n", 400),
+    (b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n", 400),
+    (REQUEST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n", 400),
+    (REQUEST + b"Transfer-Encoding: gzip\r\n\r\n", 501),
+    (b"GET /livez HTTP/1.1\r\nHost: x\r\nA: " + b"x" * 60_000 + b"\r\n\r\n", 431),
+    (b"GET /" + b"x" * 60_000, 431),
+    (b"GET /livez HTTP/1.1\r\nHost: x\r\n" + b"A: x\r\n" * 200 + b"Connection: close\r\n\r\n", 431),
+]
+
+
+async def test_malformed_http_gets_an_openai_error(running: Any, subtests: pytest.Subtests) -> None:
+    for sent, status in MALFORMED:
+        with subtests.test(sent=sent[:80]):
+            async with connection(running) as (reader, writer):
+                writer.write(sent)
+                assert status_and_code(await to_the_end(reader))[0] == status
+    assert await works(running)
+
+
+async def test_pipelined_requests_are_answered_in_order(running: Any) -> None:
+    async with connection(running) as (reader, writer):
+        writer.write(WHOLE * 3 + b"GET /version HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        answers = await to_the_end(reader)
+    assert answers.count(b"HTTP/1.1 200") == 4
+    assert answers.rindex(b'"text_completion"') < answers.index(b'"version"')
+
+
+async def test_garbage_after_a_request_does_not_break_its_answer(running: Any) -> None:
+    async with connection(running) as (reader, writer):
+        writer.write(WHOLE + b"\x00\x01 garbage\r\n\r\n")
+        answers = await to_the_end(reader)
+    assert answers.index(b"HTTP/1.1 200") < answers.index(b"HTTP/1.1 400")
+
+
+async def test_connections_are_limited_and_idle_ones_make_room(start: Any) -> None:
+    running = await start(connections=limits(max_connections=3))
+    async with connection(running) as (first, _), connection(running), connection(running):
+        assert await works(running)
+        assert await to_the_end(first) == b""
+
+
+async def test_a_connection_too_many_is_answered_where_all_are_at_work(start: Any) -> None:
+    running = await start(connections=limits(max_connections=2))
+    running.backend.gate.clear()
+    async with connection(running) as (first, one), connection(running) as (second, two):
+        for writer in (one, two):
+            writer.write(WHOLE)
+        await running.backend.until(open_requests=2)
+        async with connection(running) as (third, _):
+            assert status_and_code(await to_the_end(third)) == (503, "too_many_connections")
+        running.backend.gate.set()
+        for reader in (first, second):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+
+
+async def test_a_tls_handshake_has_a_deadline(start: Any, tmp_path: Path) -> None:
+    leaf = trustme.CA().issue_cert("localhost")
+    certificate, key = tmp_path / "tls.crt", tmp_path / "tls.key"
+    certificate.write_bytes(b"".join(blob.bytes() for blob in leaf.cert_chain_pems))
+    key.write_bytes(leaf.private_key_pem.bytes())
+    running = await start(connections=limits("handshake_seconds"), certificate=Certificate(certificate, key))
+    async with connection(running) as (reader, writer):
+        writer.write(b"\x16\x03\x01")
+        assert await to_the_end(reader) == b""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    async with connection(running, ssl=context) as (reader, writer):
+        writer.write(b"GET /livez HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        assert b" 200 " in await to_the_end(reader)
