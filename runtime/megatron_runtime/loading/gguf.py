@@ -26,6 +26,7 @@ from megatron_runtime.layers.quantized import (
 from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.loading.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.loading.model_files import ModelFile
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
 from megatron_runtime.models.families.base import Family, Fields
@@ -109,8 +110,9 @@ class GGUFCheckpoint:
     """A model in a .gguf file. Making one reads the headers."""
 
     def __init__(self, path: Path) -> None:
-        self._file = MappedFile(path)
-        status = path.stat()
+        file = ModelFile(path)
+        self._file = MappedFile(file)
+        status = file.status()
         metadata, index = _index(path, (status.st_ino, status.st_size, status.st_mtime_ns))
         _require_whole(path, index)
         architecture = metadata.get("general.architecture")
@@ -158,7 +160,7 @@ class GGUFCheckpoint:
         entry = _Entry(info.kind, info.shape, info.offset)
         factors = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape).tolist()
         scaling = scaling_of_factors(
-            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.path)
+            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.file.path)
         )
         return replace(config, rope_scaling=scaling)
 

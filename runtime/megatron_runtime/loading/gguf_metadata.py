@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_runtime.loading.model_files import ModelFile
+
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 
@@ -32,7 +34,7 @@ def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> di
 
     Raises GGUFFormatError when the file is not GGUF, is cut short or is of an unknown version.
     """
-    with path.open("rb") as file:
+    with ModelFile(path).open() as file:
         view = _map(file, path)
         try:
             return _Reader(view, path).metadata(keys)
@@ -55,7 +57,7 @@ def read_gguf_index(
     path: Path, *, keys: Collection[str] | None = None
 ) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     """Return metadata (as read_gguf_metadata) and the tensors of the file at `path`. Raises GGUFFormatError."""
-    with path.open("rb") as file:
+    with ModelFile(path).open() as file:
         view = _map(file, path)
         try:
             reader = _Reader(view, path)

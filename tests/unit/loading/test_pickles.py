@@ -18,6 +18,7 @@ from random_checkpoint import CONFIGS, random_tensors, write_model
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint
 from megatron_runtime.loading.convert import convert
 from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.model_files import ModelFile
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.loading.torch_dist.archive import DamagedFileError
 from megatron_runtime.loading.torch_dist.configuration import read_arguments
@@ -105,7 +106,7 @@ def test_arguments_are_read_past_whatever_else_is_there(tmp_path: Path) -> None:
         moe_layer_freq=[1, 0],
     )
     torch.save({"args": arguments, "rng": torch.zeros(2), "more": Stateful()}, tmp_path / "common.pt")
-    found = read_arguments(tmp_path / "common.pt")
+    found = read_arguments(ModelFile(tmp_path / "common.pt"))
     assert found == {"num_layers": 3, "norm_epsilon": 1e-5, "moe_layer_freq": [1, 0]}
     assert not (tmp_path / "sprung").exists()
 
