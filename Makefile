@@ -69,7 +69,7 @@ test: ## every test that needs no GPU
 
 test-unit: setup build/test-weights.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests/unit tests/fuzz -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-survival: setup
 	@$(BEGIN)
@@ -79,7 +79,7 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
-		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py --timeout 1800
+		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
 

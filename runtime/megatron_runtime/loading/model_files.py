@@ -29,8 +29,8 @@ MAX_INDEX_BYTES = 64 << 20
 """Of model.safetensors.index.json, of the header of a .safetensors file, and of the index of a Megatron checkpoint."""
 MAX_TOKENIZER_BYTES = 256 << 20
 """Of tokenizer.json and the other files of a vocabulary."""
-MAX_JSON_ELEMENTS = 4 << 20
-"""Of one JSON document: each takes up to a hundred bytes of memory once it is parsed."""
+MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
+"""Of the JSON document in such a file: each takes up to a hundred bytes of memory once it is parsed."""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -63,11 +63,10 @@ def require_safe_name(name: object) -> str:
     return name
 
 
-def parse_json(data: bytes, *, where: str) -> dict[str, Any]:
-    """Return the JSON object in `data`. Raises ModelFileError that names `where`."""
-    elements = sum(data.count(mark) for mark in (b",", b":", b"[", b"{"))
-    if elements > MAX_JSON_ELEMENTS:
-        raise ModelFileError(f"{where} has more than {MAX_JSON_ELEMENTS} JSON elements: it is no file of a model")
+def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
+    """Return the JSON object in `data`, which has at most so many elements. Raises ModelFileError naming `where`."""
+    if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
+        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is no file of a model")
     try:
         values = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
@@ -124,9 +123,13 @@ class ModelFile:
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{self.path} is not UTF-8: {error}") from error
 
-    def read_json(self, limit: int = MAX_METADATA_BYTES) -> dict[str, Any]:
+    def read_json(self) -> dict[str, Any]:
         """The JSON object in the file. Raises ModelFileError, OSError."""
-        return parse_json(self.read_bytes(limit), where=str(self.path))
+        return parse_json(self.read_bytes(), where=str(self.path))
+
+    def read_index(self) -> dict[str, Any]:
+        """The JSON object in a file that lists every tensor of a model. Raises ModelFileError, OSError."""
+        return parse_json(self.read_bytes(MAX_INDEX_BYTES), where=str(self.path), elements=MAX_INDEX_ELEMENTS)
 
     def _target(self) -> str:
         """Where the file really is, inside of the root."""

@@ -19,7 +19,7 @@ from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedMod
 from megatron_runtime.loading.mapped import MappedFile
 from megatron_runtime.loading.model_files import (
     MAX_INDEX_BYTES,
-    MAX_METADATA_BYTES,
+    MAX_INDEX_ELEMENTS,
     ModelDirectory,
     ModelFile,
     ModelFileError,
@@ -98,9 +98,9 @@ def read_config(directory: Path) -> ModelConfig:
     return config_from_hf(values, ends=_end_tokens(place, values), where=str(path))
 
 
-def _read_json(file: ModelFile, limit: int = MAX_METADATA_BYTES) -> dict[str, Any]:
+def _read_json(file: ModelFile, *, lists_tensors: bool = False) -> dict[str, Any]:
     try:
-        return file.read_json(limit)
+        return file.read_index() if lists_tensors else file.read_json()
     except ModelFileError as error:
         raise SafetensorsFormatError(str(error)) from error
 
@@ -123,7 +123,7 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
-    listed = _read_json(index, MAX_INDEX_BYTES).get("weight_map")
+    listed = _read_json(index, lists_tensors=True).get("weight_map")
     if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
         raise SafetensorsFormatError(f"{index.path} has no weight_map of tensor names to file names: write it again")
     named = sorted(set(listed.values()))
@@ -148,7 +148,7 @@ def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
                 f"{path} is cut short or no safetensors file: it has {size} bytes, its header alone asks for {length}"
             )
         try:
-            header = parse_json(file.read(length), where=f"the header of {path}")
+            header = parse_json(file.read(length), where=f"the header of {path}", elements=MAX_INDEX_ELEMENTS)
         except ModelFileError as error:
             raise SafetensorsFormatError(f"{path} has no readable header: {error}") from error
     begin = _SIZE_BYTES + length

@@ -52,7 +52,6 @@ _ZIP_ERRORS = (
     ValueError,
     RuntimeError,
     OverflowError,
-    MemoryError,
 )
 """What the standard library says of a damaged archive."""
 
