@@ -97,6 +97,13 @@ def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
 class _Reader(pickle._Unpickler):
     """Time and memory are proportional to the bytes of the pickle, whatever is in it."""
 
+    # Of the standard library's reader.
+    stack: list[Any]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    readline: Callable[[], bytes]
+
     def __init__(
         self,
         data: bytes,
