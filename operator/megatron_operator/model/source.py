@@ -32,6 +32,11 @@ class SecretKeyRef(ApiModel):
     key: Name = Field(description="Key within that Secret.")
 
 
+_PATH_PART = r"([^/.][^/]*|\.[^/.][^/]*|\.\.[^/]+)"
+_PATH_PATTERN = rf"^/+({_PATH_PART}(/+{_PATH_PART})*/*)?$"
+"""An absolute path without a part that is `.` or `..`: it is joined to where the volume is mounted."""
+
+
 class HuggingFaceSource(ApiModel):
     repo: str = Field(
         description="Repository on the Hugging Face hub, as org/name.",
@@ -53,9 +58,10 @@ class ClaimSource(ApiModel):
     claim_name: Name = Field(description="PersistentVolumeClaim in the resource's namespace; mounted read-only.")
     path: str = Field(
         default="/",
-        description="Absolute path of the model inside the volume; {revision} is replaced by spec.weights.revision.",
+        description="Absolute path of the model inside the volume, without . and .. parts; {revision} is replaced by "
+        "spec.weights.revision.",
         max_length=1024,
-        pattern=r"^/",
+        pattern=_PATH_PATTERN,
     )
 
 
@@ -67,9 +73,10 @@ class ImageSource(ApiModel):
     )
     path: str = Field(
         default="/",
-        description="Absolute path of the model inside the image; {revision} is replaced by spec.weights.revision.",
+        description="Absolute path of the model inside the image, without . and .. parts; {revision} is replaced by "
+        "spec.weights.revision.",
         max_length=1024,
-        pattern=r"^/",
+        pattern=_PATH_PATTERN,
     )
 
 

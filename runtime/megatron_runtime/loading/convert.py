@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -11,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from megatron_runtime.loading.checkpoint import Checkpoint, Part, TensorKind, open_checkpoint
+from megatron_runtime.loading.model_files import MAX_TOKENIZER_BYTES
 from megatron_runtime.loading.safetensors_writer import num_bytes, write_safetensors
 from megatron_runtime.loading.source import GGUFSource, ModelSource, find_beside, resolve
 from megatron_runtime.loading.staging import new_directory
@@ -102,7 +102,7 @@ def _write_configuration(checkpoint: _OfType, source: ModelSource, directory: Pa
     own = find_beside(source, CONFIG_FILE)
     if own is not None:
         # It may say more than is known here, such as whom the model is from.
-        values = {**json.loads(own.read_text()), "dtype": min(types)}
+        values = {**own.read_json(), "dtype": min(types)}
         values.pop("torch_dtype", None)
     _write_json(directory / CONFIG_FILE, values)
 
@@ -112,7 +112,7 @@ def write_text_files(config: ModelConfig, source: ModelSource, directory: Path) 
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:
-            shutil.copyfile(found, directory / name)
+            (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
     if isinstance(source, GGUFSource):
         tokenizer = tokenizer_from_gguf(source.path)

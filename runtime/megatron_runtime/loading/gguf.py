@@ -26,6 +26,8 @@ from megatron_runtime.layers.quantized import (
 from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.loading.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.loading.model_files import ModelFile
+from megatron_runtime.loading.quoting import escaped, shown
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
 from megatron_runtime.models.families.base import Family, Fields
@@ -109,10 +111,11 @@ class GGUFCheckpoint:
     """A model in a .gguf file. Making one reads the headers."""
 
     def __init__(self, path: Path) -> None:
-        self._file = MappedFile(path)
-        status = path.stat()
+        file = ModelFile(path)
+        self._file = MappedFile(file)
+        status = file.status()
         metadata, index = _index(path, (status.st_ino, status.st_size, status.st_mtime_ns))
-        _require_whole(path, index)
+        _require_whole(path, index, status.st_size)
         architecture = metadata.get("general.architecture")
         prefix = f"{architecture}."
         fields = Fields(
@@ -155,10 +158,15 @@ class GGUFCheckpoint:
         """With the rope scaling that the file holds as a tensor, where it does."""
         if info is None:
             return config
+        if info.shape != (config.head_dim // 2,) or info.kind not in PLAIN_DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {_FACTORS!r} of {self._file.file.path} has shape {info.shape} and type number {info.kind}: "
+                f"want one value for each of {config.head_dim // 2} pairs"
+            )
         entry = _Entry(info.kind, info.shape, info.offset)
         factors = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape).tolist()
         scaling = scaling_of_factors(
-            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.path)
+            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.file.path)
         )
         return replace(config, rope_scaling=scaling)
 
@@ -184,14 +192,15 @@ def _read_config(
 ) -> ModelConfig:
     if "token_embd.weight" not in index:
         raise UnsupportedModelError(f"{fields.where} has no tensor 'token_embd.weight', which every model needs")
-    ends = (metadata.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    tokens = Fields(metadata, where=fields.where)
+    ends = (tokens.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
     return config_from_gguf(
         family,
         fields,
         vocab_size=index["token_embd.weight"].shape[0],
         tie_embeddings="output.weight" not in index,
         ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
-        bos=metadata.get("tokenizer.ggml.bos_token_id"),
+        bos=tokens.token("tokenizer.ggml.bos_token_id"),
     )
 
 
@@ -209,6 +218,11 @@ def _entries(
             unknown.append(info.name)
             continue
         if short is not None and short.startswith("experts."):
+            if config.moe is None or info.shape[0] != config.moe.num_experts:
+                raise UnsupportedModelError(
+                    f"tensor {shown(info.name)} of {path} has shape {info.shape}: the model has "
+                    f"{config.moe.num_experts if config.moe else 0} experts a layer"
+                )
             yield from _experts(info, own, family)
             continue
         is_norm = own.endswith("norm")
@@ -224,7 +238,7 @@ def _entries(
         )
     if unknown:
         raise UnsupportedModelError(
-            f"{path} holds tensors that a {family.architecture} has not: {', '.join(sorted(unknown)[:8])}"
+            f"{path} holds tensors that a {family.architecture} has not: {', '.join(map(escaped, sorted(unknown)[:8]))}"
         )
 
 
@@ -246,20 +260,26 @@ def _own_name(name: str) -> str | None:
     return f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}"
 
 
-def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...]) -> None:
-    """Every tensor is of a known type, in whole blocks, and in the file."""
-    size = path.stat().st_size
+def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> None:
+    """Every tensor is of a known type, in whole blocks, in the file of `size` bytes, and there once."""
+    names: set[str] = set()
     for info in index:
+        if info.name in names:
+            raise GGUFFormatError(f"{path} has tensor {shown(info.name)} twice: write the file again")
+        names.add(info.name)
         if info.kind not in BLOCK_SIZES:
             raise UnsupportedModelError(
-                f"tensor {info.name!r} of {path} has type number {info.kind}: supported are "
+                f"tensor {shown(info.name)} of {path} has type number {info.kind}: supported are "
                 f"{', '.join(KIND_NAMES.values())}"
             )
         values, block = BLOCK_SIZES[info.kind]
-        if not info.shape or info.shape[-1] % values:
-            raise GGUFFormatError(f"tensor {info.name!r} of {path} has shape {info.shape}: rows of {values} expected")
+        if not info.shape or info.shape[-1] % values or not all(info.shape):
+            raise GGUFFormatError(
+                f"tensor {shown(info.name)} of {path} has shape {info.shape}: rows of {values} expected"
+            )
         end = info.offset + prod(info.shape) // values * block
         if end > size:
             raise GGUFFormatError(
-                f"{path} is cut short: tensor {info.name!r} ends at byte {end}, the file has {size}: fetch it again"
+                f"{path} is cut short: tensor {shown(info.name)} ends at byte {end}, the file has {size}: "
+                "fetch it again"
             )

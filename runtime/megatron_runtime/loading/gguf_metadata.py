@@ -13,6 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from megatron_runtime.loading.model_files import ModelFile
+from megatron_runtime.loading.quoting import shown
+
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
 
@@ -20,7 +23,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_ARRAY_DEPTH = 4
 _SIZE = struct.Struct("<Q")
-_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT = "general.alignment", 32
+_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT, _MAX_ALIGNMENT = "general.alignment", 32, 1 << 20
+_MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 24
+"""Of a file; of a tensor; and of all arrays of a file together."""
 
 
 class GGUFFormatError(ValueError):
@@ -32,7 +37,7 @@ def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> di
 
     Raises GGUFFormatError when the file is not GGUF, is cut short or is of an unknown version.
     """
-    with path.open("rb") as file:
+    with ModelFile(path).open() as file:
         view = _map(file, path)
         try:
             return _Reader(view, path).metadata(keys)
@@ -55,7 +60,7 @@ def read_gguf_index(
     path: Path, *, keys: Collection[str] | None = None
 ) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     """Return metadata (as read_gguf_metadata) and the tensors of the file at `path`. Raises GGUFFormatError."""
-    with path.open("rb") as file:
+    with ModelFile(path).open() as file:
         view = _map(file, path)
         try:
             reader = _Reader(view, path)
@@ -78,6 +83,7 @@ class _Reader:
         self._path = path
         self._at = 0
         self._tensor_count = 0
+        self._elements_left = _MAX_ELEMENTS
 
     def metadata(self, keys: Collection[str] | None) -> dict[str, Any]:
         if self._view[:4] != MAGIC:
@@ -89,6 +95,9 @@ class _Reader:
                 f"{self._path} has GGUF version {version}: versions {SUPPORTED_VERSIONS} are supported"
             )
         self._tensor_count, pairs = self._scalar("Q"), self._scalar("Q")
+        for count, most, what in ((self._tensor_count, _MAX_TENSORS, "tensors"), (pairs, _MAX_PAIRS, "metadata keys")):
+            if count > most:
+                raise GGUFFormatError(f"{self._path} says it has {count} {what}: at most {most} are read")
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
@@ -97,12 +106,21 @@ class _Reader:
                 found[key] = value
         return found
 
-    def tensors(self, alignment: int) -> tuple[GGUFTensorInfo, ...]:
+    def tensors(self, alignment: object) -> tuple[GGUFTensorInfo, ...]:
         """The tensor index, which follows the metadata."""
+        if not isinstance(alignment, int) or isinstance(alignment, bool) or not 1 <= alignment <= _MAX_ALIGNMENT:
+            raise GGUFFormatError(
+                f"{self._path} has {_ALIGNMENT_KEY} {shown(alignment)}: want a whole number from 1 to {_MAX_ALIGNMENT}"
+            )
         found = []
         for _ in range(self._tensor_count):
             name = self._string()
-            shape = tuple(self._scalar("Q") for _ in range(self._scalar("I")))[::-1]
+            axes = self._scalar("I")
+            if axes > _MAX_AXES:
+                raise GGUFFormatError(
+                    f"tensor {shown(name)} of {self._path} has {axes} axes: at most {_MAX_AXES} are supported"
+                )
+            shape = tuple(self._scalar("Q") for _ in range(axes))[::-1]
             found.append((name, shape, self._scalar("I"), self._scalar("Q")))
         start = -(-self._at // alignment) * alignment
         return tuple(GGUFTensorInfo(name, shape, kind, start + offset) for name, shape, kind, offset in found)
@@ -114,6 +132,12 @@ class _Reader:
             return self._string()
         if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             item_kind, count = self._scalar("I"), self._scalar("Q")
+            self._elements_left -= count
+            if self._elements_left < 0:
+                raise GGUFFormatError(
+                    f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: that is no "
+                    "metadata of a model"
+                )
             return self._array(item_kind, count, wanted=wanted, depth=depth + 1)
         raise GGUFFormatError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
 

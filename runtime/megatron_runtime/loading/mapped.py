@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import mmap
-from pathlib import Path
 from threading import Lock
 
 import torch
+
+from megatron_runtime.loading.model_files import ModelFile
 
 RESIDENT_BYTES = 16 << 20
 
@@ -14,8 +15,8 @@ RESIDENT_BYTES = 16 << 20
 class MappedFile:
     """Mapped when first read. Pieces are views of the mapping, which lives as long as any of them. For any thread."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, file: ModelFile) -> None:
+        self.file = file
         self._view: mmap.mmap | None = None
         self._resident = 0
         self._lock = Lock()
@@ -24,7 +25,7 @@ class MappedFile:
         """uint8 [size] from `offset` on. It must not be written to."""
         with self._lock:
             if self._view is None:
-                with self.path.open("rb") as file:
+                with self.file.open() as file:
                     # Copy on write only because torch takes no buffer that cannot be written.
                     self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._resident += size

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_runtime.loading.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.loading.model_files import ModelDirectory, ModelFile
+from megatron_runtime.loading.quoting import shown
 
 BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
 """Where Megatron-LM notes which checkpoint to load, and what it calls one without a training."""
 _INDEX_FILE = ".metadata"
+_LATEST_BYTES = 64
 
 
 class ModelSourceError(ValueError):
@@ -54,7 +57,7 @@ class TorchDistSource:
     def location(self) -> Path:
         """Where the tokenizer is."""
         above = self.directory.parent
-        return above if (above / "tokenizer.json").is_file() else self.directory
+        return above if ModelDirectory(above).file("tokenizer.json") is not None else self.directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,6 +81,8 @@ def resolve(model: str) -> ModelSource:
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
            with one .gguf file, a Megatron-Core checkpoint, or the directory that Megatron-LM loads one from.
+
+    Raises ModelSourceError, ModelFileError.
     """
     if model.startswith(BUILTIN_PREFIX):
         return _builtin(model)
@@ -94,45 +99,47 @@ def resolve(model: str) -> ModelSource:
         raise ModelSourceError(
             f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
         )
-    distributed = _torch_dist(path, model)
+    directory = ModelDirectory(path)
+    distributed = _torch_dist(directory, model)
     if distributed is not None:
         return distributed
-    has_config = (path / "config.json").is_file()
-    has_weights = any(path.glob("*.safetensors"))
+    has_config = directory.file("config.json") is not None
+    has_weights = bool(directory.files(".safetensors"))
     if has_config and has_weights:
         return SafetensorsSource(path)
     if not has_config and not has_weights:
-        return _only_gguf(path, model)
+        return _only_gguf(directory, model)
     missing = "*.safetensors files" if has_config else "config.json"
     raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
 
 
-def find_beside(source: ModelSource, name: str) -> Path | None:
-    """The file `name` that belongs to a model beside its weights, if there is one."""
+def find_beside(source: ModelSource, name: str) -> ModelFile | None:
+    """The file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
     if isinstance(source, SafetensorsSource):
         places: tuple[Path, ...] = (source.directory,)
     elif isinstance(source, TorchDistSource):
         places = (source.directory, source.directory.parent)
     else:
         places = ()
-    return next((place / name for place in places if (place / name).is_file()), None)
+    found = (ModelDirectory(place).file(name) for place in places)
+    return next((file for file in found if file is not None), None)
 
 
-def _torch_dist(path: Path, model: str) -> TorchDistSource | None:
-    if (path / _INDEX_FILE).is_file():
-        return TorchDistSource(path)
-    latest = path / LATEST_FILE
-    if not latest.is_file():
+def _torch_dist(directory: ModelDirectory, model: str) -> TorchDistSource | None:
+    if directory.file(_INDEX_FILE) is not None:
+        return TorchDistSource(directory.path)
+    latest = directory.file(LATEST_FILE)
+    if latest is None:
         return None
     # Megatron-LM writes a number, or the name of the directory for weights without a training.
-    word = latest.read_text().strip()
-    found = path / (f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
-    if not (found / _INDEX_FILE).is_file():
+    word = latest.read_text(_LATEST_BYTES).strip()
+    found = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
+    if found.file(_INDEX_FILE) is None:
         raise ModelSourceError(
-            f"model {model!r}: {latest} says {word!r}, but {found} holds no torch_dist checkpoint: "
+            f"model {model!r}: {latest.path} says {shown(word)}, but {found.path} holds no torch_dist checkpoint: "
             f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
         )
-    return TorchDistSource(found)
+    return TorchDistSource(found.path)
 
 
 def _builtin(model: str) -> ModelSource:
@@ -145,11 +152,11 @@ def _builtin(model: str) -> ModelSource:
         raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
 
 
-def _only_gguf(directory: Path, model: str) -> GGUFSource:
-    found = sorted(directory.glob("*.gguf"))
+def _only_gguf(directory: ModelDirectory, model: str) -> GGUFSource:
+    found = directory.files(".gguf")
     if len(found) != 1:
         raise ModelSourceError(
-            f"model {model!r}: {directory} holds {len(found)} .gguf files and no config.json with safetensors: "
+            f"model {model!r}: {directory.path} holds {len(found)} .gguf files and no config.json with safetensors: "
             "name one .gguf file or complete the directory"
         )
-    return GGUFSource(found[0])
+    return GGUFSource(found[0].path)

@@ -8,6 +8,7 @@ from typing import Any
 
 import tokenizers
 
+from megatron_runtime.loading.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
@@ -23,8 +24,12 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     Raises ValueError that names the file that cannot be read.
     """
     file = directory / TOKENIZER_FILE
+    found = ModelDirectory(directory).file(TOKENIZER_FILE)
+    if found is None:
+        raise ValueError(f"{file} is missing: complete the directory")
+    content = found.read_bytes(MAX_TOKENIZER_BYTES)
     try:
-        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception for every malformed file
         raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
     config = _read_json(directory / SETTINGS_FILE)
@@ -70,9 +75,9 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
-    file = directory / TEMPLATE_FILE
-    if file.is_file():
-        return file.read_text(encoding="utf-8")
+    file = ModelDirectory(directory).file(TEMPLATE_FILE)
+    if file is not None:
+        return file.read_text()
     source = config.get("chat_template")
     if isinstance(source, list):
         named = {entry["name"]: entry["template"] for entry in source}
@@ -85,12 +90,5 @@ def _token_text(value: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds {type(content).__name__}: expected a JSON object")
-    return content
+    file = ModelDirectory(path.parent).file(path.name)
+    return {} if file is None else file.read_json()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_runtime.loading.model_files import ModelDirectory, ModelFileError
 from megatron_runtime.loading.source import HUB_PREFIX, GGUFSource, ModelSourceError, resolve
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
 from megatron_runtime.tokenization.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_directory
@@ -21,7 +22,10 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
            file, or with a Megatron-Core checkpoint and a tokenizer.json.
     renders_chat: with its chat template, which only who speaks to clients needs.
     """
-    path = _locate(model)
+    try:
+        path = _locate(model)
+    except ModelFileError as error:
+        raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
     try:
         load = tokenizer_from_gguf if path.is_file() else tokenizer_from_directory
         return load(path, renders_chat=renders_chat)
@@ -35,7 +39,7 @@ def _locate(model: str) -> Path:
 
         model = str(tokenizer_directory(model))
     directory = Path(model).expanduser()
-    if (directory / TOKENIZER_FILE).is_file():
+    if ModelDirectory(directory).file(TOKENIZER_FILE) is not None:
         return directory
     try:
         source = resolve(model)
@@ -43,6 +47,6 @@ def _locate(model: str) -> Path:
         raise TokenizerLoadError(str(error)) from error
     if isinstance(source, GGUFSource):
         return source.path
-    if (source.location / TOKENIZER_FILE).is_file():
+    if ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
         return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")

@@ -4,6 +4,7 @@ import io
 import os
 import pickle
 import shutil
+import struct
 import zipfile
 from argparse import Namespace
 from pathlib import Path
@@ -17,7 +18,8 @@ from random_checkpoint import CONFIGS, random_tensors, write_model
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint
 from megatron_runtime.loading.convert import convert
-from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.inert_pickle import UnsafePickleError, ordered_dict, read_pickle
+from megatron_runtime.loading.model_files import ModelFile
 from megatron_runtime.loading.source import resolve
 from megatron_runtime.loading.torch_dist.archive import DamagedFileError
 from megatron_runtime.loading.torch_dist.configuration import read_arguments
@@ -105,7 +107,7 @@ def test_arguments_are_read_past_whatever_else_is_there(tmp_path: Path) -> None:
         moe_layer_freq=[1, 0],
     )
     torch.save({"args": arguments, "rng": torch.zeros(2), "more": Stateful()}, tmp_path / "common.pt")
-    found = read_arguments(tmp_path / "common.pt")
+    found = read_arguments(ModelFile(tmp_path / "common.pt"))
     assert found == {"num_layers": 3, "norm_epsilon": 1e-5, "moe_layer_freq": [1, 0]}
     assert not (tmp_path / "sprung").exists()
 
@@ -183,3 +185,55 @@ def test_what_is_trusted_is_named_by_the_caller() -> None:
     with pytest.raises(UnsafePickleError, match=r"argparse\.Namespace"):
         read_pickle(io.BytesIO(data), where="it", trusted={})
     assert read_pickle(io.BytesIO(data), where="it", trusted={("argparse", "Namespace"): Namespace}) == Namespace(a=1)
+
+
+def opcodes(*pieces: bytes) -> bytes:
+    return b"\x80\x04" + b"".join(pieces) + b"."
+
+
+NAMESPACE = b"cargparse\nNamespace\n"
+
+
+def test_a_pickle_sets_no_attributes_of_classes_and_functions() -> None:
+    """The compiled reader would: everything in this process that uses the class had another __eq__ then."""
+    trusted = {("argparse", "Namespace"): Namespace, ("x", "function"): ordered_dict}
+    state = b"N}X\x06\x00\x00\x00__eq__Ns\x86b"
+    for target in (NAMESPACE, b"cx\nfunction\n"):
+        with pytest.raises(UnsafePickleError, match="no attributes that a pickle may set"):
+            read_pickle(io.BytesIO(opcodes(target, state)), where="it", trusted=trusted)
+    assert Namespace(a=1) == Namespace(a=1)
+    found = read_pickle(io.BytesIO(opcodes(NAMESPACE, b")\x81", state)), where="it", trusted=trusted)
+    assert vars(found) == {"__eq__": None}
+
+
+@pytest.mark.parametrize(
+    ("what", "program"),
+    [
+        ("a bytearray of a terabyte", b"\x96" + struct.pack("<Q", 1 << 40)),
+        ("an integer of a gigabyte", b"\x8b" + struct.pack("<I", 1 << 30)),
+        ("an extension of this process", b"\x82\x01"),
+        ("more arguments than a call takes", b"(" + b"N" * 65 + b"t" + NAMESPACE + b"q\x000h\x00h\x00\x81"),
+        ("a memo index beyond its size", b"Np99999999\n"),
+        ("a key that was never there", b"h\x07"),
+        ("an empty stack", b"a"),
+    ],
+)
+def test_an_opcode_that_asks_for_too_much_is_refused(what: str, program: bytes) -> None:
+    trusted = {("argparse", "Namespace"): Namespace}
+    with pytest.raises(UnsafePickleError, match="it is damaged or no pickle that is known here"):
+        read_pickle(io.BytesIO(opcodes(program)), where="it", trusted=trusted)
+
+
+def test_entries_under_keys_that_could_collide_are_left_out() -> None:
+    data = pickle.dumps({"a": 1, 2: 3, (4, 5): 6, 1 << 80: 7, None: 8})
+    assert read_pickle(io.BytesIO(data), where="it", trusted={}) == {"a": 1, 2: 3}
+
+
+def test_a_memo_index_of_four_billion_costs_nothing() -> None:
+    assert read_pickle(io.BytesIO(opcodes(b"Nr\xf0\xff\xff\xff")), where="it", trusted={}) is None
+
+
+def test_a_pickle_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megatron_runtime.loading.inert_pickle.MAX_INDEX_BYTES", 100)
+    with pytest.raises(UnsafePickleError, match="it has more than 100 bytes"):
+        read_pickle(io.BytesIO(bytes(101)), where="it", trusted={})

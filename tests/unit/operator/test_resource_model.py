@@ -150,3 +150,26 @@ def test_every_rule_has_a_message_that_names_its_field() -> None:
     rules = [rule for _, node in _nodes(schema) for rule in node.get("x-kubernetes-validations", [])]
     assert len(rules) >= 7
     assert all(rule["message"].startswith(("spec.", "metadata.name")) for rule in rules)
+
+
+@pytest.mark.parametrize("kind", ["persistentVolumeClaim", "image"])
+@pytest.mark.parametrize(
+    ("path", "accepted"),
+    [
+        *(
+            (path, True)
+            for path in ("/", "/a", "/a/b.gguf", "//a//b/", "/.hidden", "/..data/model", "/a..b", "/{revision}")
+        ),
+        *((path, False) for path in ("/..", "/../etc", "/a/../../etc", "/a/..", "/./a", "/a/./b", "a", "")),
+    ],
+)
+def test_a_path_of_a_model_stays_in_its_volume(kind: str, path: str, accepted: bool) -> None:
+    source = {"claimName": "c", "path": path} if kind == "persistentVolumeClaim" else {"reference": "x", "path": path}
+    spec = {"model": {"source": {kind: source}}}
+    if "{revision}" in path:
+        spec["weights"] = {"revision": "7"}
+    if accepted:
+        assert parse_spec(spec).model.source.path == path
+    else:
+        with pytest.raises(ValidationError, match="path"):
+            parse_spec(spec)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
 from pathlib import Path
 
 from megatron_runtime.loading.hub.api import HubApi, Listing, Reference, read_token
 from megatron_runtime.loading.hub.fetch import TOKENIZER_PATTERNS, fetch, read_manifest
 from megatron_runtime.loading.hub.transfer import patiently
+from megatron_runtime.loading.model_files import ModelDirectory
 
 _log = logging.getLogger(__name__)
-_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def model_directory(model: str) -> Path:
@@ -41,10 +40,11 @@ def _directory(reference: Reference, *, tokenizer_only: bool) -> Path:
 
 
 def _fetched(reference: Reference, api: HubApi, *, tokenizer_only: bool) -> Path:
-    root = cache_root() / reference.repository.replace("/", "--")
-    listing = None if _COMMIT.fullmatch(reference.revision) else _list(api, reference)
+    root = ModelDirectory(cache_root())
+    repository = reference.repository.replace("/", "--")
+    listing = None if reference.commit else _list(api, reference)
     commit = reference.revision if listing is None else listing.commit
-    whole, part = root / commit, root / f"{commit}-tokenizer"
+    whole, part = (root.directory(f"{repository}/{name}").path for name in (commit, f"{commit}-tokenizer"))
     for place in (whole, part) if tokenizer_only else (whole,):
         if _is_complete(place):
             return place

@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import fcntl
 import fnmatch
+import hashlib
 import json
 import os
 import shutil
 import threading
 import time
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_runtime.loading.hub.api import HubApi, HubError, Listing, Reference, RemoteFile
 from megatron_runtime.loading.hub.transfer import WrongContentError, check_file, fetch_file, patiently
+from megatron_runtime.loading.model_files import require_safe_name
+from megatron_runtime.loading.quoting import shown
 
 _OWN_PREFIX = ".megatron-"
 MANIFEST_FILE = ".megatron-manifest.json"
@@ -77,6 +81,7 @@ def fetch(
     with _locked(directory):
         listing = listing or patiently(lambda: api.list(reference), wait=wait or time.sleep)
         wanted = choose(listing.files, include)
+        _require_apart(wanted, reference)
         if not wanted:
             raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
         manifest = read_manifest(directory)
@@ -93,7 +98,7 @@ def fetch(
         _write_manifest(directory, found)
         # What an earlier revision had and this one has not would be taken for a part of the model.
         for name in set(known) - {file.path for file in listing.files}:
-            (directory / name).unlink(missing_ok=True)
+            _inside(directory, name).unlink(missing_ok=True)
         shutil.rmtree(directory / _PARTIAL_DIRECTORY, ignore_errors=True)
         return found
 
@@ -132,18 +137,21 @@ class _Transfers:
                 raise
 
     def _get(self, file: RemoteFile) -> None:
-        target = self._directory / file.path
+        target = _inside(self._directory, file.path)
         digest = check_file(file, target)
         if digest is not None:
             self._received(file.size)
         else:
-            name = f"{file.path.replace('/', '--')}.{(file.sha256 or file.blob or '')[:16]}"
+            name = hashlib.sha256(f"{file.path}\0{file.sha256 or file.blob}".encode()).hexdigest()[:40]
+            partial = _inside(self._directory, f"{_PARTIAL_DIRECTORY}/{name}")
+            for place in (partial, target):
+                place.parent.mkdir(parents=True, exist_ok=True)
             digest = fetch_file(
                 self._api,
                 self._listing,
                 file,
                 target=target,
-                partial=self._directory / _PARTIAL_DIRECTORY / name,
+                partial=partial,
                 received=self._received,
                 wait=self._wait,
             )
@@ -187,7 +195,7 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
     """Those of `files` that a model needs, or that the patterns name; none that is called as our own are."""
-    files = [file for file in files if not file.path.startswith(_OWN_PREFIX)]
+    files = [file for file in files if not _folded(file.path).startswith(_OWN_PREFIX)]
     if include:
         return [file for file in files if _matches(file, include)]
     kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
@@ -207,20 +215,58 @@ def read_manifest(directory: Path) -> Manifest | None:
         return None
     try:
         manifest = Manifest(**json.loads(path.read_text()))
-        names = [PurePosixPath(name) for name in manifest.files]
-    except (ValueError, TypeError, AttributeError) as error:
+        for name, entry in manifest.files.items():
+            require_safe_name(name)
+            if not isinstance(entry["size"], int) or not isinstance(entry["sha256"], str):
+                raise ValueError(f"{shown(name)} has no size or no sha256")
+    except (ValueError, TypeError, AttributeError, KeyError, RecursionError) as error:
         raise HubError(f"{path} is damaged ({error}): remove it and fetch again") from error
-    if any(name.is_absolute() or ".." in name.parts for name in names):
-        raise HubError(f"{path} names files outside of its directory: remove it and fetch again")
     return manifest
 
 
 def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]]) -> bool:
-    entry, path = known.get(file.path), directory / file.path
+    entry, path = known.get(file.path), _inside(directory, file.path)
     if entry is None or not path.is_file() or path.stat().st_size != file.size:
         return False
     # Small files have no sha256 on the hub: they are looked at again.
     return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
+
+
+def _inside(directory: Path, name: str) -> Path:
+    """Where `name` is in `directory`. Raises HubError if a link in it leads elsewhere."""
+    path, root = directory / name, Path(os.path.realpath(directory))
+    # What a link is to is replaced, never written to: the directories before it count.
+    if not Path(os.path.realpath(path.parent)).is_relative_to(root):
+        raise HubError(
+            f"{path.parent} is a link to {shown(os.path.realpath(path.parent))}, outside of {root}: nothing is written "
+            "there; remove the link"
+        )
+    return path
+
+
+def _require_apart(files: Sequence[RemoteFile], reference: Reference) -> None:
+    """No two files are one where case does not count, and none is a directory of another. Raises HubError."""
+    names: dict[str, str] = {}
+    for file in files:
+        other = names.setdefault(_folded(file.path), file.path)
+        if other is not file.path:
+            raise HubError(f"{reference} lists {shown(other)} and {shown(file.path)}, which differ by case only")
+    for file in files:
+        parts = file.path.split("/")
+        for count in range(1, len(parts)):
+            if _folded("/".join(parts[:count])) in names:
+                raise HubError(
+                    f"{reference} lists {shown(file.path)} and its directory {shown('/'.join(parts[:count]))} as a file"
+                )
+
+
+def _folded(name: str) -> str:
+    return unicodedata.normalize("NFKC", name).casefold()
+
+
+def _open_own(path: Path, flags: int) -> int:
+    """One of our own files; a link in its place is not followed."""
+    return os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
 def _require_space(missing: Sequence[RemoteFile], directory: Path) -> None:
@@ -232,14 +278,15 @@ def _require_space(missing: Sequence[RemoteFile], directory: Path) -> None:
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """One process at a time; the others wait and find everything there."""
-    with (directory / _LOCK_FILE).open("w") as file:
+    with os.fdopen(_open_own(directory / _LOCK_FILE, 0), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
     fresh = directory / f"{MANIFEST_FILE}.new"
-    fresh.write_text(json.dumps(asdict(manifest), indent=2) + "\n")
+    with os.fdopen(_open_own(fresh, os.O_TRUNC), "w") as file:
+        file.write(json.dumps(asdict(manifest), indent=2) + "\n")
     os.replace(fresh, directory / MANIFEST_FILE)
 
 

@@ -16,7 +16,10 @@ _log = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 
 _ATTEMPTS = 6
-"""In a row without a new byte."""
+"""In a row that brought next to nothing."""
+_LEAST_BYTES = 1 << 16
+"""What a connection brings at least, in all and within each _PACE_SECONDS: one that gives less is broken off."""
+_PACE_SECONDS = 60.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0
 _READ_BYTES = 1 << 20
 
@@ -34,23 +37,24 @@ def fetch_file(
     partial: Path,
     received: Callable[[int], None],
     wait: Callable[[float], object] = time.sleep,
+    clock: Callable[[], float] = time.monotonic,
 ) -> str:
     """Get `file` to `target` and return its sha256.
 
+    target, partial: in directories that exist.
     partial:  holds what has come so far; what is there from before is not fetched again.
     received: is told of bytes that are there, also of those from before; of less than nothing when they were wrong.
     wait:     lets a number of seconds pass.
+    clock:    in seconds.
 
     Raises HubError, WrongContentError, HubUnavailableError once attempts are used up.
     """
-    partial.parent.mkdir(parents=True, exist_ok=True)
     content = Content(file)
     for kept in (True, False):
         had = content.read(partial) if kept else 0
         received(had)
-        _append(api, listing, file, partial=partial, content=content, received=received, wait=wait)
+        _append(api, listing, file, partial=partial, content=content, received=received, wait=wait, clock=clock)
         if content.is_right:
-            target.parent.mkdir(parents=True, exist_ok=True)
             partial.replace(target)
             return content.sha256
         partial.unlink()
@@ -80,7 +84,9 @@ class Content:
         self._sha256 = hashlib.sha256()
         self._git: Any = None
         if file.sha256 is None:
-            self._git = hashlib.sha1(f"blob {file.size}\0".encode(), usedforsecurity=False)
+            # Git names contents by SHA-1, or by SHA-256 in a repository that was made so.
+            kind = "sha256" if len(file.blob or "") == 64 else "sha1"
+            self._git = hashlib.new(kind, f"blob {file.size}\0".encode(), usedforsecurity=False)
         self.size = 0
 
     def add(self, data: bytes) -> None:
@@ -125,12 +131,14 @@ def _append(
     content: Content,
     received: Callable[[int], None],
     wait: Callable[[float], object],
+    clock: Callable[[], float],
 ) -> None:
     """Until the file has its size. What is written is not kept in this process: a kill loses none of it."""
     failures = 0
-    with partial.open("ab", buffering=0) as out:
+    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "ab", 0) as out:
         while content.size < file.size:
             before = content.size
+            pace = _Pace(clock)
             try:
                 with api.open(listing, file, start=content.size) as pieces:
                     for piece in pieces:
@@ -139,10 +147,12 @@ def _append(
                         received(len(piece))
                         if content.size > file.size:
                             return
+                        pace.require(len(piece), file.path)
                 if content.size < file.size:
                     raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
             except HubUnavailableError as error:
-                failures = 1 if content.size > before else failures + 1
+                gained = content.size - before
+                failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
                 if failures >= _ATTEMPTS:
                     raise HubUnavailableError(
                         f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to go on"
@@ -150,6 +160,24 @@ def _append(
                 _pause(error, failures, wait)
         # The manifest will vouch for the whole file: it must outlive the machine as the manifest does.
         os.fsync(out.fileno())
+
+
+class _Pace:
+    """What comes over one connection, compared with the least that it must bring."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._since, self._bytes = clock(), 0
+
+    def require(self, count: int, name: str) -> None:
+        """Count bytes. Raises HubUnavailableError once they came too slowly."""
+        self._bytes += count
+        passed = self._clock() - self._since
+        if passed < _PACE_SECONDS:
+            return
+        if self._bytes < _LEAST_BYTES:
+            raise HubUnavailableError(f"{name} came at {self._bytes} bytes in {passed:.0f} s")
+        self._since, self._bytes = self._clock(), 0
 
 
 def patiently(ask: Callable[[], _Answer], *, wait: Callable[[float], object]) -> _Answer:

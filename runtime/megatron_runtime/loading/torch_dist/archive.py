@@ -7,17 +7,17 @@ import math
 import struct
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 import torch
 
-from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.inert_pickle import UnsafePickleError, ordered_dict, read_pickle, size_of
 from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.loading.model_files import MAX_INDEX_BYTES, MAX_METADATA_BYTES, ModelFile
+from megatron_runtime.loading.quoting import shown
 
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
@@ -94,40 +94,80 @@ class SavedTensor:
         return True
 
 
+@dataclass(frozen=True, slots=True)
+class SavedArchive:
+    """What torch.save() wrote. prefix: of the names of its entries."""
+
+    file: zipfile.ZipFile
+    prefix: str
+    where: str
+
+    def pickle(self) -> io.BytesIO:
+        """Raises DamagedFileError for one that is larger than any index."""
+        entry = self.file.getinfo(f"{self.prefix}data.pkl")
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise DamagedFileError(f"{self.where} is compressed: save the checkpoint without compression")
+        if entry.file_size > MAX_INDEX_BYTES:
+            raise DamagedFileError(
+                f"{self.where} has a pickle of {entry.file_size} bytes: at most {MAX_INDEX_BYTES} are read"
+            )
+        return io.BytesIO(self.file.read(entry))
+
+
 @contextmanager
-def saved_archive(file: IO[bytes] | _Window, *, where: str) -> Iterator[tuple[zipfile.ZipFile, str]]:
-    """What torch.save() wrote, and the name of the pickle in it. Raises DamagedFileError, also for the block."""
+def saved_archive(file: IO[bytes] | _Window, *, where: str) -> Iterator[SavedArchive]:
+    """What torch.save() wrote, in a file that can be sought. Raises DamagedFileError, also for the block."""
     try:
+        _require_small_directory(file, where)
         with zipfile.ZipFile(file) as archive:
             pickled = next((name for name in archive.namelist() if name.endswith("/data.pkl")), None)
             if pickled is None:
                 raise DamagedFileError(f"{where} was not written by torch.save(): it has no data.pkl")
-            yield archive, pickled
+            yield SavedArchive(archive, pickled.removesuffix("data.pkl"), where)
     except (DamagedFileError, UnsafePickleError):
         raise
     except _ZIP_ERRORS as error:
-        raise DamagedFileError(f"{where} is damaged: {error}; copy the file again from where it was saved") from error
+        raise DamagedFileError(
+            f"{where} is damaged: {shown(str(error))}; copy the file again from where it was saved"
+        ) from error
 
 
-def find_tensor(path: Path, *, offset: int, length: int) -> SavedTensor:
+def _require_small_directory(file: IO[bytes] | _Window, where: str) -> None:
+    """The library reads the directory of an archive as a whole, as large as the archive says it is."""
+    end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
+    if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
+        raise DamagedFileError(
+            f"{where} has a directory of {end[zipfile._ECD_SIZE]} bytes: "  # type: ignore[attr-defined]
+            f"at most {MAX_METADATA_BYTES} are read"
+        )
+    file.seek(0)
+
+
+def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
     """Return where the tensor in the `length` bytes from `offset` is. Raises DamagedFileError, UnsafePickleError."""
-    where = f"{path} at byte {offset}"
-    with path.open("rb") as file, saved_archive(_Window(file, offset, length), where=where) as (archive, pickled):
-        found = read_pickle(io.BytesIO(archive.read(pickled)), where=where, trusted=_TRUSTED, persistent=_Storage.of_id)
+    where = f"{stored.path} at byte {offset}"
+    with stored.open() as file, saved_archive(_Window(file, offset, length), where=where) as archive:
+        found = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED, persistent=_Storage.of_id)
         if not isinstance(found, _Rebuilt):
             raise UnsafePickleError(f"{where} holds {type(found).__name__}: a tensor was expected")
-        entry = archive.getinfo(f"{pickled.removesuffix('data.pkl')}data/{found.storage.key}")
+        entry = archive.file.getinfo(f"{archive.prefix}data/{found.storage.key}")
         file.seek(offset + entry.header_offset + _LENGTHS_AT)
         name, extra = struct.unpack("<HH", file.read(4))
     if entry.compress_type != zipfile.ZIP_STORED:
         raise DamagedFileError(f"{where} is compressed: save the checkpoint without compression")
     dtype = found.dtype or found.storage.dtype
     values = found.offset + _span(found.shape, found.strides)
-    if min(found.shape, default=1) < 1 or found.offset < 0 or values * dtype.itemsize > entry.file_size:
+    at = offset + entry.header_offset + _LOCAL_HEADER_BYTES + name + extra
+    if (
+        min(found.shape, default=1) < 1
+        or found.offset < 0
+        or values * dtype.itemsize > entry.file_size
+        or entry.header_offset < 0
+        or at + entry.file_size > offset + length
+    ):
         raise DamagedFileError(
             f"{where} says it has shape {found.shape} of {dtype}, but holds {entry.file_size} bytes of values"
         )
-    at = offset + entry.header_offset + _LOCAL_HEADER_BYTES + name + extra
     return SavedTensor(dtype, found.shape, found.strides, found.offset, at)
 
 
@@ -144,9 +184,9 @@ class _Storage:
     @staticmethod
     def of_id(pid: Any) -> _Storage:
         kind, dtype, key, _, _ = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"persistent id {pid!r} is no storage")
-        return _Storage(str(key), dtype)
+        if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
+            raise ValueError("a persistent id is no storage")
+        return _Storage(key, dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +199,7 @@ class _Rebuilt:
 
 
 def _rebuild_v2(storage: _Storage, offset: int, shape: Any, strides: Any, *_: object) -> _Rebuilt:
-    return _Rebuilt(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)))
+    return _rebuild_v3(storage, offset, shape, strides, None, None, None)
 
 
 def _rebuild_v3(
@@ -169,10 +209,15 @@ def _rebuild_v3(
     strides: Any,
     grad: object,
     hooks: object,
-    dtype: torch.dtype,
+    dtype: torch.dtype | None,
     *_: object,
 ) -> _Rebuilt:
-    return _Rebuilt(storage, int(offset), tuple(map(int, shape)), tuple(map(int, strides)), dtype)
+    if not isinstance(storage, _Storage) or not (dtype is None or isinstance(dtype, torch.dtype)):
+        raise ValueError("a tensor has no storage, or a type that is none")
+    ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
+    if len(extents) != len(steps):
+        raise ValueError(f"a tensor has {len(extents)} axes and {len(steps)} strides")
+    return _Rebuilt(storage, first, extents, steps, dtype)
 
 
 def _rebuild_parameter(data: _Rebuilt, *_: object) -> _Rebuilt:
@@ -180,8 +225,8 @@ def _rebuild_parameter(data: _Rebuilt, *_: object) -> _Rebuilt:
 
 
 _TRUSTED: dict[tuple[str, str], Any] = {
-    ("collections", "OrderedDict"): OrderedDict,
-    ("torch", "Size"): tuple,
+    ("collections", "OrderedDict"): ordered_dict,
+    ("torch", "Size"): size_of,
     ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
     ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,

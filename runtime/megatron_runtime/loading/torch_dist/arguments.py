@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.loading.quoting import shown
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig
+from megatron_runtime.models.families.base import Fields
 
 _ONLY: dict[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm",),
@@ -38,13 +40,16 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
     """
     for name, allowed in _ONLY.items():
         if name in arguments and arguments[name] not in allowed:
-            raise UnsupportedModelError(f"{where} has argument {name} {arguments[name]!r}: supported is {allowed[0]!r}")
+            raise UnsupportedModelError(
+                f"{where} has argument {name} {shown(arguments[name])}: supported is {allowed[0]!r}"
+            )
     lacking = [name for name in _NEEDED if arguments.get(name) is None]
     if lacking:
         raise UnsupportedModelError(
             f"{where} has no argument {', '.join(lacking)}: put the model's config.json beside the checkpoint"
         )
-    heads = arguments["num_attention_heads"]
+    fields = Fields(arguments, where=where)
+    heads = fields.size("num_attention_heads")
     grouped = arguments.get("group_query_attention") and arguments.get("num_query_groups")
     vocabulary = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
     if vocabulary is None:
@@ -59,14 +64,14 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
         "num_hidden_layers": arguments["num_layers"],
         "num_attention_heads": heads,
         "num_key_value_heads": arguments["num_query_groups"] if grouped else heads,
-        "head_dim": arguments.get("kv_channels") or arguments["hidden_size"] // heads,
+        "head_dim": arguments.get("kv_channels") or fields.size("hidden_size") // heads,
         "hidden_act": "silu",
         "rms_norm_eps": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
-        "rope_theta": float(arguments.get("rotary_base", 10000)),
-        "rope_scaling": _rope_scaling(arguments),
+        "rope_theta": float(fields.constant("rotary_base", 10000)),
+        "rope_scaling": _rope_scaling(fields),
         "max_position_embeddings": arguments["max_position_embeddings"],
-        "tie_word_embeddings": not arguments.get("untie_embeddings_and_output_weights", False),
-        **_mixture(arguments, where),
+        "tie_word_embeddings": not fields.flag("untie_embeddings_and_output_weights"),
+        **_mixture(fields),
     }
 
 
@@ -133,10 +138,10 @@ def _is_llama31(scaling: Llama3Scaling) -> bool:
     return all(getattr(scaling, name) == value for name, value in _LLAMA31.items())
 
 
-def _rope_scaling(arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-    if not arguments.get("use_rope_scaling"):
+def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
+    if not fields.flag("use_rope_scaling"):
         return None
-    return {"rope_type": "llama3", "factor": float(arguments.get("rope_scaling_factor", 8.0)), **_LLAMA31}
+    return {"rope_type": "llama3", "factor": float(fields.constant("rope_scaling_factor", 8.0)), **_LLAMA31}
 
 
 def _architecture(arguments: Mapping[str, Any], where: str) -> str:
@@ -150,22 +155,24 @@ def _architecture(arguments: Mapping[str, Any], where: str) -> str:
     }.get((mixture, bias, norm))
     if found is None:
         raise UnsupportedModelError(
-            f"{where} has num_experts {arguments.get('num_experts')}, add_qkv_bias {bias} and qk_layernorm {norm}: "
-            "no family here combines these"
+            f"{where} has num_experts {shown(arguments.get('num_experts'))}, add_qkv_bias {bias} and "
+            f"qk_layernorm {norm}: no family here combines these"
         )
     return found
 
 
-def _mixture(arguments: Mapping[str, Any], where: str) -> dict[str, Any]:
-    experts = arguments.get("num_experts")
-    if not experts:
+def _mixture(fields: Fields) -> dict[str, Any]:
+    arguments, where = fields.values, fields.where
+    if not arguments.get("num_experts"):
         return {}
+    experts, layers = fields.size("num_experts"), fields.size("num_layers")
     size = arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"]
-    frequency, layers = arguments.get("moe_layer_freq", 1), arguments["num_layers"]
-    if isinstance(frequency, int):
-        sparse = [layer % frequency == 0 for layer in range(layers)]
+    frequency = arguments.get("moe_layer_freq", 1)
+    if isinstance(frequency, list):
+        sparse = [bool(flag) for flag in fields.listed("moe_layer_freq", int)]
     else:
-        sparse = [bool(flag) for flag in frequency]
+        every = fields.size("moe_layer_freq", 1)
+        sparse = [layer % every == 0 for layer in range(layers)]
     common = {"num_experts_per_tok": arguments.get("moe_router_topk", 2)}
     # Without it the softmax is taken over the chosen experts alone, which is the same as a normalised one.
     normalised = not arguments.get("moe_router_pre_softmax")

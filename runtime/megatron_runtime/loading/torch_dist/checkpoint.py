@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -11,6 +12,8 @@ import torch
 
 from megatron_runtime.loading.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.loading.model_files import ModelDirectory
+from megatron_runtime.loading.quoting import escaped, shown
 from megatron_runtime.loading.torch_dist.archive import DamagedFileError, SavedTensor, find_tensor
 from megatron_runtime.loading.torch_dist.configuration import read_config
 from megatron_runtime.loading.torch_dist.metadata import Chunk, TensorIndex, read_index
@@ -26,6 +29,8 @@ from megatron_runtime.loading.torch_dist.names import (
 from megatron_runtime.models.families import FAMILIES
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_MAX_PLACES = 1 << 20
+"""Places of one stored tensor that its chunks fill, counted for each chunk."""
 _TRAINING_SUFFIXES = ("._extra_state",)
 
 
@@ -95,17 +100,26 @@ class TorchDistCheckpoint:
                 filled += source.numel()
         return filled
 
+    def _file(self, name: str) -> MappedFile:
+        if name not in self._files:
+            found = ModelDirectory(self._directory).file(name)
+            if found is None:
+                raise DamagedFileError(f"{self._directory / name} is missing: copy the whole directory")
+            self._files[name] = MappedFile(found)
+        return self._files[name]
+
     def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
         """The bytes of a chunk at one place of the axes before its rows."""
         chunk = cell.chunk
-        file = self._files.setdefault(chunk.file, MappedFile(self._directory / chunk.file))
+        file = self._file(chunk.file)
+        path = file.file.path
         saved = self._saved.get(chunk)
         if saved is None:
-            saved = self._saved[chunk] = find_tensor(file.path, offset=chunk.offset, length=chunk.length)
+            saved = self._saved[chunk] = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
             wanted = (tuple(map(len, chunk.box)), cell.dtype)
             if (saved.shape, saved.dtype) != wanted:
                 raise DamagedFileError(
-                    f"{file.path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
+                    f"{path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
                     f"the index says {wanted[0]} and {wanted[1]}"
                 )
         values = saved.bytes_in(file)
@@ -133,9 +147,13 @@ class _Cells:
 
     def __init__(self, index: TensorIndex, *, axes: int) -> None:
         self._by_place: dict[tuple[int, ...], list[_Cell]] = {}
+        places = 0
         for chunk in index.chunks:
             rows, *columns = chunk.box[axes:]
             cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
+            places += math.prod(map(len, chunk.box[:axes]))
+            if places > _MAX_PLACES:
+                raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
             for place in product(*chunk.box[:axes]):
                 self._by_place.setdefault(place, []).append(cell)
 
@@ -153,7 +171,9 @@ def _require_fit(
     missing, extra = sorted(set(stored) - weights), sorted(weights - set(stored))
     if missing or extra:
         lists = [
-            f"{what} {len(keys)}: {', '.join(keys[:6])}" for what, keys in (("lacks", missing), ("has", extra)) if keys
+            f"{what} {len(keys)}: {', '.join(map(escaped, keys[:6]))}"
+            for what, keys in (("lacks", missing), ("has", extra))
+            if keys
         ]
         raise UnsupportedModelError(
             f"{directory} does not hold the model its configuration describes; of its {len(stored)} tensors it "
@@ -164,7 +184,8 @@ def _require_fit(
         padded = key.endswith(VOCABULARY_KEYS) and len(shape) == 2 and shape[0] > wanted.rows
         if shape != wanted.shape and not (padded and shape[1] == wanted.columns):
             raise UnsupportedModelError(
-                f"tensor {key!r} of {directory} has shape {shape}: the model's configuration asks for {wanted.shape}"
+                f"tensor {shown(key)} of {directory} has shape {shape}: "
+                f"the model's configuration asks for {wanted.shape}"
             )
         if not index[key].dtype.is_floating_point:
             raise UnsupportedModelError(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import io
 from argparse import Namespace
-from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.inert_pickle import read_pickle
+from megatron_runtime.loading.inert_pickle import ordered_dict, read_pickle
+from megatron_runtime.loading.model_files import ModelDirectory, ModelFile
 from megatron_runtime.loading.safetensors import read_config as read_config_json
 from megatron_runtime.loading.torch_dist.archive import saved_archive
 from megatron_runtime.loading.torch_dist.arguments import config_json_of
@@ -21,7 +20,7 @@ CONFIG_FILE, COMMON_FILE = "config.json", "common.pt"
 
 _TRUSTED: Mapping[tuple[str, str], Any] = {
     ("argparse", "Namespace"): Namespace,
-    ("collections", "OrderedDict"): OrderedDict,
+    ("collections", "OrderedDict"): ordered_dict,
 }
 
 
@@ -31,20 +30,22 @@ def read_config(directory: Path) -> ModelConfig:
     Raises UnsupportedModelError, UnsafePickleError, DamagedFileError.
     """
     for place in (directory, directory.parent):
-        if (place / CONFIG_FILE).is_file():
+        if ModelDirectory(place).file(CONFIG_FILE) is not None:
             return read_config_json(place)
-    path = directory / COMMON_FILE
-    if not path.is_file():
+    file = ModelDirectory(directory).file(COMMON_FILE)
+    if file is None:
         raise UnsupportedModelError(
             f"{directory} has neither {CONFIG_FILE} nor {COMMON_FILE}: put the model's {CONFIG_FILE} there"
         )
-    return config_from_hf(config_json_of(read_arguments(path), where=str(path)), ends=(), where=str(path))
+    where = str(file.path)
+    return config_from_hf(config_json_of(read_arguments(file), where=where), ends=(), where=where)
 
 
-def read_arguments(path: Path) -> dict[str, Any]:
+def read_arguments(common: ModelFile) -> dict[str, Any]:
     """The arguments in a common.pt that are plain values; all else in it is passed over, and nothing of it is run."""
-    with path.open("rb") as file, saved_archive(file, where=str(path)) as (archive, name):
-        pickled = io.BytesIO(archive.read(name))
+    path = common.path
+    with common.open() as file, saved_archive(file, where=str(path)) as archive:
+        pickled = archive.pickle()
     # The arguments of a training name classes of whatever it was run with; none of them is needed, none is imported.
     found = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
@@ -56,6 +57,13 @@ def read_arguments(path: Path) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
+    """A scalar, or a flat list of scalars: nested ones could have more values than memory."""
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
-    return value is None or isinstance(value, bool | int | float | str)
+        return all(map(_is_scalar, value))
+    return _is_scalar(value)
+
+
+def _is_scalar(value: Any) -> bool:
+    if isinstance(value, int):
+        return -(1 << 63) <= value < 1 << 63
+    return value is None or isinstance(value, float | str)

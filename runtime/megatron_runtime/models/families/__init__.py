@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.loading.quoting import shown
 from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.families.base import Family, Fields
+from megatron_runtime.models.families.base import MAX_ALL_EXPERTS, Family, Fields
 from megatron_runtime.models.families.gemma import GEMMA3
 from megatron_runtime.models.families.llama import LLAMA, MISTRAL
 from megatron_runtime.models.families.mixtral import MIXTRAL
@@ -31,18 +32,16 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
     Raises UnsupportedModelError naming the field, its value and what is supported.
     """
     fields = Fields(values, where=where)
-    architectures = values.get("architectures") or []
+    architectures = fields.listed("architectures", str)
     family = next((one for one in FAMILIES.values() if one.architecture in architectures), None)
     if family is None:
         supported = ", ".join(one.architecture for one in FAMILIES.values())
-        raise UnsupportedModelError(f"{where} has architectures {architectures}: supported are {supported}")
+        named = ", ".join(map(shown, architectures[:4]))
+        raise UnsupportedModelError(f"{where} has architectures [{named}]: supported are {supported}")
     fields.only("partial_rotary_factor", 1.0)
     traits = family.from_hf(fields)
     heads, hidden = fields.size("num_attention_heads"), fields.size("hidden_size")
-    try:
-        theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
-    except KeyError as error:
-        raise UnsupportedModelError(f"{where} has no field {error} of the rope scaling") from error
+    theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
     config = ModelConfig(
         family=family.name,
         vocab_size=fields.size("vocab_size"),
@@ -56,9 +55,9 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
         rope_theta=theta,
         rope_scaling=scaling,
         max_position_embeddings=fields.size("max_position_embeddings"),
-        tie_embeddings=fields.get("tie_word_embeddings", family.tied),
+        tie_embeddings=fields.flag("tie_word_embeddings", family.tied),
         eos_token_ids=ends,
-        bos_token_id=fields.get("bos_token_id"),
+        bos_token_id=fields.token("bos_token_id"),
         **traits,
     )
     _require_consistent(config, where)
@@ -88,12 +87,12 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     }
 
 
-def family_of_gguf(architecture: str | None, *, is_mixture: bool, where: str) -> Family:
+def family_of_gguf(architecture: object, *, is_mixture: bool, where: str) -> Family:
     """Raises UnsupportedModelError naming the architecture and those supported."""
     for family in FAMILIES.values():
         if architecture is not None and (family.gguf_architecture, family.is_mixture) == (architecture, is_mixture):
             return family
-    kind = f"architecture {architecture!r}" + (" with experts" if is_mixture else "")
+    kind = f"architecture {shown(architecture)}" + (" with experts" if is_mixture else "")
     raise UnsupportedModelError(f"{where} holds {kind}: supported are {', '.join(GGUF_ARCHITECTURES)}")
 
 
@@ -116,7 +115,9 @@ def config_from_gguf(
         family=family.name,
         vocab_size=vocab_size,
         hidden_size=hidden,
-        intermediate_size=fields.get("feed_forward_length") or fields.size("expert_feed_forward_length"),
+        intermediate_size=fields.size(
+            "feed_forward_length" if fields.get("feed_forward_length") else "expert_feed_forward_length"
+        ),
         num_layers=fields.size("block_count"),
         num_heads=heads,
         num_kv_heads=fields.size("attention.head_count_kv", heads),
@@ -141,6 +142,11 @@ def _require_consistent(config: ModelConfig, where: str) -> None:
         )
     if config.head_dim % 2:
         raise UnsupportedModelError(f"{where} has heads of {config.head_dim}: rotary pairs want an even number")
+    if config.moe is not None and config.num_layers * config.moe.num_experts > MAX_ALL_EXPERTS:
+        raise UnsupportedModelError(
+            f"{where} has {config.num_layers} layers of {config.moe.num_experts} experts: at most {MAX_ALL_EXPERTS} "
+            "experts are supported in all"
+        )
     if config.moe is not None and config.moe.experts_per_token > config.moe.num_experts:
         raise UnsupportedModelError(
             f"{where} sends each token to {config.moe.experts_per_token} of {config.moe.num_experts} experts"

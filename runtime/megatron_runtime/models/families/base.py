@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.loading.quoting import shown
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 
 Traits = dict[str, Any]
@@ -30,6 +30,25 @@ _GLOBAL_NAMES = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+
+
+MAX_LAYERS, MAX_EXPERTS, MAX_ALL_EXPERTS = 1024, 1024, 1 << 16
+"""Layers, experts of a layer, experts of all layers. Each is some Python objects before any tensor is looked for."""
+MAX_SIZE = (1 << 31) - 1
+_LARGEST_CONSTANT = 1e18
+_MOST = {
+    "num_hidden_layers": MAX_LAYERS,
+    "num_layers": MAX_LAYERS,
+    "block_count": MAX_LAYERS,
+    "num_local_experts": MAX_EXPERTS,
+    "num_experts": MAX_EXPERTS,
+    "expert_count": MAX_EXPERTS,
+    "num_attention_heads": 1 << 16,
+    "attention.head_count": 1 << 16,
+    "head_dim": 1 << 16,
+    "attention.key_length": 1 << 16,
+}
+"""Of sizes that are counted up to, or multiplied; MAX_SIZE of the others."""
 
 
 class Fields:
@@ -55,17 +74,59 @@ class Fields:
         return default if found is None else found
 
     def size(self, key: str, default: int | None = None) -> int:
-        """A whole number above zero. Raises UnsupportedModelError for anything else, and for none without `default`."""
+        """A whole number above zero, up to what a model can have.
+
+        Raises UnsupportedModelError for anything else, and for none without `default`.
+        """
         found = self.need(key) if default is None else self.get(key, default)
-        if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-            raise UnsupportedModelError(f"{self.where} has {key} {found!r}: want a whole number above zero")
+        most = _MOST.get(key, MAX_SIZE)
+        if not isinstance(found, int) or isinstance(found, bool) or not 1 <= found <= most:
+            raise UnsupportedModelError(
+                f"{self.where} has {key} {shown(found)}: want a whole number above zero and up to {most}"
+            )
+        return found
+
+    def whole(self, key: str, default: int) -> int:
+        """A whole number, which may be zero. Raises as size() does."""
+        return 0 if self.get(key, default) == 0 else self.size(key, default)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """Raises UnsupportedModelError for what is neither true nor false."""
+        found = self.get(key, default)
+        if not isinstance(found, bool):
+            raise UnsupportedModelError(f"{self.where} has {key} {shown(found)}: want true or false")
+        return found
+
+    def token(self, key: str) -> int | None:
+        """A token id, if there is one. Raises as size() does."""
+        found = self.get(key)
+        if found is not None and (not isinstance(found, int) or isinstance(found, bool) or not 0 <= found <= MAX_SIZE):
+            raise UnsupportedModelError(f"{self.where} has {key} {shown(found)}: want a token id")
+        return found
+
+    def below(self, key: str) -> Fields:
+        """The object under `key`, empty where it is absent. Raises UnsupportedModelError for anything else."""
+        found = self.get(key, {})
+        if not isinstance(found, Mapping):
+            raise UnsupportedModelError(f"{self.where} has {key} {shown(found)}: want an object")
+        return Fields(found, where=f"{self.where}, {key}")
+
+    def listed(self, key: str, kind: type) -> list[Any]:
+        """A list with an element for each layer at most, empty where it is absent. Raises UnsupportedModelError."""
+        found = self.get(key, [])
+        if not isinstance(found, list) or len(found) > MAX_LAYERS or not all(type(one) is kind for one in found):
+            raise UnsupportedModelError(
+                f"{self.where} has {key} {shown(found)}: want a list of at most {MAX_LAYERS} of type {kind.__name__}"
+            )
         return found
 
     def constant(self, key: str, default: float | None = None) -> float:
         """A finite number above zero. Raises as size() does."""
         found = self.need(key) if default is None else self.get(key, default)
-        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found < math.inf:
-            raise UnsupportedModelError(f"{self.where} has {key} {found!r}: want a number above zero")
+        if not isinstance(found, int | float) or isinstance(found, bool) or not 0 < found <= _LARGEST_CONSTANT:
+            raise UnsupportedModelError(
+                f"{self.where} has {key} {shown(found)}: want a number above zero and up to {_LARGEST_CONSTANT:g}"
+            )
         return found
 
     def only(self, key: str, *allowed: Any) -> None:
@@ -73,7 +134,7 @@ class Fields:
         found = self.values.get(key)
         if found and found not in allowed:
             supported = f"supported: {', '.join(map(repr, allowed))}" if allowed else "supported without it"
-            raise UnsupportedModelError(f"{self.where} has {key} {found!r}: {supported}")
+            raise UnsupportedModelError(f"{self.where} has {key} {shown(found)}: {supported}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +186,13 @@ def window_everywhere(fields: Fields) -> Traits:
 def sliding_traits(fields: Fields, *, is_local: Sequence[bool], rope_theta: float | None = None) -> Traits:
     """is_local: by layer, where the file does not list `layer_types`."""
     window = fields.size("sliding_window") if fields.get("sliding_window") is not None else None
-    kinds = fields.get("layer_types")
-    if kinds is not None:
+    if fields.get("layer_types") is not None:
+        kinds = fields.listed("layer_types", str)
         unknown = sorted(set(kinds) - {"sliding_attention", "full_attention"})
         if unknown or len(kinds) != fields.size("num_hidden_layers"):
+            among = f" and among them {shown(unknown[0])}" if unknown else ""
             raise UnsupportedModelError(
-                f"{fields.where} lists {len(kinds)} layer_types{f' and among them {unknown[0]!r}' if unknown else ''}: "
+                f"{fields.where} lists {len(kinds)} layer_types{among}: "
                 f"want {fields.size('num_hidden_layers')} of 'sliding_attention' and 'full_attention'"
             )
         is_local = [kind == "sliding_attention" for kind in kinds]

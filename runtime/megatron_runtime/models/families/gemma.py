@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from megatron_runtime.loading.checkpoint import UnsupportedModelError
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families.base import (
     LLAMA_NAMES,
@@ -50,9 +51,12 @@ def _of_hf(fields: Fields) -> Traits:
     for flag in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
         fields.only(flag)
     # transformers 5 keeps the rotation of local layers beside the other, version 4 had a field for its base.
-    rope = fields.get("rope_parameters", {}).get("sliding_attention", {})
-    theta = rope.get("rope_theta") or fields.get("rope_local_base_freq", _LOCAL_THETA)
-    period = fields.get("sliding_window_pattern") or fields.get("_sliding_window_pattern", _PERIOD)
+    rope = fields.below("rope_parameters").below("sliding_attention")
+    local = fields.constant("rope_local_base_freq", _LOCAL_THETA)
+    theta = rope.constant("rope_theta", local) if rope.get("rope_theta") else local
+    period = fields.size(
+        "sliding_window_pattern" if fields.get("sliding_window_pattern") else "_sliding_window_pattern", _PERIOD
+    )
     return {
         **_common(fields.size("hidden_size")),
         "query_scale": fields.constant("query_pre_attn_scalar", 256) ** -0.5,
@@ -82,11 +86,14 @@ def _of_gguf(fields: Fields) -> Traits:
     # The largest model alone divides by the hidden size of a head; no field of the file says so.
     per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
     # A period, or whether each layer is local.
-    pattern = fields.get("attention.sliding_window_pattern", _PERIOD)
+    name = "attention.sliding_window_pattern"
+    is_list = isinstance(fields.get(name), list)
+    if is_list and len(fields.listed(name, bool)) != layers:
+        raise UnsupportedModelError(f"{fields.where} has {name} of {len(fields.get(name))} layers: want {layers}")
     sliding = sliding_traits(
         Fields({"sliding_window": fields.get("attention.sliding_window")}, where=fields.where),
-        is_local=pattern if isinstance(pattern, list) else _is_local(layers, pattern),
-        rope_theta=fields.get("rope.freq_base_swa", _LOCAL_THETA),
+        is_local=fields.listed(name, bool) if is_list else _is_local(layers, fields.size(name, _PERIOD)),
+        rope_theta=fields.constant("rope.freq_base_swa", _LOCAL_THETA),
     )
     return {**_common(hidden), "query_scale": per_head**-0.5, **sliding}
 

@@ -27,9 +27,9 @@ _EXPERT_NAMES = {
 
 def _window(fields: Fields) -> Traits:
     """The window begins with layer `max_window_layers`, if it is used at all."""
-    if not fields.get("use_sliding_window", False):
+    if not fields.flag("use_sliding_window"):
         return {}
-    layers, first = fields.size("num_hidden_layers"), fields.get("max_window_layers", 28)
+    layers, first = fields.size("num_hidden_layers"), fields.whole("max_window_layers", 28)
     return sliding_traits(fields, is_local=[layer >= first for layer in range(layers)])
 
 
@@ -51,18 +51,18 @@ def _qwen3_of_hf(fields: Fields) -> Traits:
 def _qwen3_moe_of_hf(fields: Fields) -> Traits:
     fields.only("hidden_act", "silu")
     fields.only("attention_bias")
-    every = fields.get("decoder_sparse_step", 1)
-    listed = set(fields.get("mlp_only_layers", []))
+    every = fields.size("decoder_sparse_step", 1)
+    listed = set(fields.listed("mlp_only_layers", int))
     layers = range(fields.size("num_hidden_layers"))
     moe = MoEConfig(
         # transformers 5 calls them num_local_experts.
         num_experts=fields.size("num_experts" if "num_experts" in fields.values else "num_local_experts"),
         experts_per_token=fields.size("num_experts_per_tok"),
         intermediate_size=fields.size("moe_intermediate_size"),
-        normalize=fields.get("norm_topk_prob", False),
+        normalize=fields.flag("norm_topk_prob"),
         dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
     )
-    window = window_everywhere(fields) if fields.get("use_sliding_window", False) else {}
+    window = window_everywhere(fields) if fields.flag("use_sliding_window") else {}
     return {"qk_norm": True, "moe": moe, **window}
 
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from megatron_runtime.loading.checkpoint import UnsupportedModelError
+from megatron_runtime.loading.quoting import shown
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 from megatron_runtime.models.families.base import Fields
 
@@ -18,10 +19,11 @@ def rope_of_hf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | No
     """Base and scaling of the layers that see everything. theta: where the file gives none."""
     # transformers 5 writes rope_parameters, for each kind of layer where they differ; version 4 wrote rope_theta and
     # rope_scaling.
-    values = fields.get("rope_parameters") or fields.get("rope_scaling") or {}
-    values = values.get("full_attention", values)
-    base = values.get("rope_theta") or fields.get("rope_theta", theta)
-    return base, _scaling(values, fields.where)
+    values = fields.below("rope_parameters" if fields.get("rope_parameters") else "rope_scaling")
+    if "full_attention" in values.values:
+        values = values.below("full_attention")
+    base = values if values.get("rope_theta") else fields
+    return base.constant("rope_theta", theta), _scaling(values)
 
 
 def rope_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -47,7 +49,7 @@ def rope_of_gguf(fields: Fields, *, theta: float) -> tuple[float, RopeScaling | 
     if kind == "none":
         return base, None
     if kind != "linear":
-        raise UnsupportedModelError(f"{fields.where} has rope scaling {kind!r}: supported are 'none' and 'linear'")
+        raise UnsupportedModelError(f"{fields.where} has rope scaling {shown(kind)}: supported are 'none' and 'linear'")
     return base, LinearScaling(factor=fields.constant("rope.scaling.factor"))
 
 
@@ -57,6 +59,8 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
     GGUF files hold what the scaling comes to, not its constants; all Llama 3 have the same but for the factor. Raises
     UnsupportedModelError for factors of another kind.
     """
+    if not factors or not all(0 < factor < math.inf for factor in factors):
+        raise UnsupportedModelError(f"tensor 'rope_freqs.weight' of {where} has a value that is no factor above zero")
     found = Llama3Scaling(
         factor=round(max(factors), 3), low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
     )
@@ -72,17 +76,19 @@ def scaling_of_factors(factors: Sequence[float], *, theta: float, head_dim: int,
     return found
 
 
-def _scaling(values: Mapping[str, Any], where: str) -> RopeScaling | None:
+def _scaling(values: Fields) -> RopeScaling | None:
     kind = values.get("rope_type", values.get("type", "default"))
     if kind == "default":
         return None
     if kind == "linear":
-        return LinearScaling(factor=values["factor"])
+        return LinearScaling(factor=values.constant("factor"))
     if kind != "llama3":
-        raise UnsupportedModelError(f"{where} has rope type {kind!r}: supported are 'default', 'linear' and 'llama3'")
+        raise UnsupportedModelError(
+            f"{values.where} has rope type {shown(kind)}: supported are 'default', 'linear' and 'llama3'"
+        )
     return Llama3Scaling(
-        factor=values["factor"],
-        low_freq_factor=values["low_freq_factor"],
-        high_freq_factor=values["high_freq_factor"],
-        original_max_position_embeddings=values["original_max_position_embeddings"],
+        factor=values.constant("factor"),
+        low_freq_factor=values.constant("low_freq_factor"),
+        high_freq_factor=values.constant("high_freq_factor"),
+        original_max_position_embeddings=values.size("original_max_position_embeddings"),
     )

@@ -1,0 +1,42 @@
+"""A target that does all that no target may: the harness must notice."""
+
+from __future__ import annotations
+
+import os
+import time
+
+from tests.fuzz.harness import Target
+
+
+class Refused(ValueError):
+    """What this target may raise."""
+
+
+def _run(data: bytes) -> None:
+    match data:
+        case b"raise":
+            raise KeyError("x")
+        case b"hang":
+            while True:
+                pass
+        case b"wait":
+            time.sleep(3600)
+        case b"crash":
+            os.abort()
+        case b"memory":
+            _fill(400 << 20)
+        case b"hidden":
+            try:
+                _fill(8 << 30)
+            except MemoryError as error:
+                raise Refused("too large") from error
+        case b"refuse":
+            raise Refused("no")
+
+
+def _fill(count: int) -> None:
+    held = bytearray(count)
+    held[:: 1 << 12] = b"x" * len(held[:: 1 << 12])
+
+
+MISBEHAVING = Target(name="misbehaving", run=_run, errors=(Refused,))

@@ -1,0 +1,190 @@
+"""Targets of what a model is loaded from: GGUF, safetensors, Megatron checkpoints, configurations, a hub's listing."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import shutil
+import struct
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+
+from hypothesis import strategies as st
+from hypothesis.strategies import SearchStrategy
+
+from megatron_runtime.loading.checkpoint import Checkpoint, UnsupportedModelError
+from megatron_runtime.loading.gguf import GGUFCheckpoint
+from megatron_runtime.loading.gguf_metadata import GGUFFormatError, read_gguf_metadata
+from megatron_runtime.loading.hub.api import HubError, Reference, parse_listing
+from megatron_runtime.loading.hub.fetch import choose
+from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.loading.mapped import MappedFile
+from megatron_runtime.loading.model_files import ModelFile, ModelFileError
+from megatron_runtime.loading.safetensors import (
+    INDEX_FILE,
+    SafetensorsCheckpoint,
+    SafetensorsFormatError,
+    read_config,
+)
+from megatron_runtime.loading.torch_dist import configuration, metadata
+from megatron_runtime.loading.torch_dist.archive import DamagedFileError, find_tensor
+from megatron_runtime.loading.torch_dist.arguments import config_json_of
+from megatron_runtime.loading.torch_dist.checkpoint import TorchDistCheckpoint
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families import config_from_hf
+from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.models.weights import require_fitting
+from tests.fuzz.harness import CORPUS, Target
+from tests.fuzz.strategies import LARGE_NUMBERS, mutated, mutated_json
+
+MODEL = CORPUS.parent / "model"
+"""A model of two layers, and its Megatron checkpoint: what the input is put into."""
+_LOADING = (UnsupportedModelError, ModelFileError)
+_SAFETENSORS = (*_LOADING, SafetensorsFormatError)
+_TORCH_DIST = (*_SAFETENSORS, DamagedFileError, UnsafePickleError)
+
+_CODES = [code for name in pickle.__all__ if isinstance(code := getattr(pickle, name), bytes) and len(code) == 1]
+
+
+def _read_all(checkpoint: Checkpoint) -> None:
+    require_fitting(checkpoint)
+    for name in checkpoint.kinds:
+        checkpoint.read(name)
+
+
+def _gguf(data: bytes) -> None:
+    path = Path("model.gguf")
+    path.write_bytes(data)
+    read_gguf_metadata(path)
+    _read_all(GGUFCheckpoint(path))
+
+
+@cache
+def _copied(name: str) -> Path:
+    """The model in the current directory, to be changed."""
+    if not Path(name).exists():
+        shutil.copytree(MODEL / name, name)
+    return Path(name)
+
+
+def _safetensors(data: bytes) -> None:
+    directory = _copied("transformers")
+    (directory / INDEX_FILE).unlink(missing_ok=True)
+    for path in directory.glob("*.safetensors"):
+        path.unlink()
+    (directory / "model.safetensors").write_bytes(data)
+    _read_all(SafetensorsCheckpoint(directory))
+
+
+def _safetensors_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
+    """Files with changed bytes, and files whose header is another JSON document."""
+    headers = [data[8 : 8 + int.from_bytes(data[:8], "little")] for data in corpus]
+    body = corpus[0][-2048:]
+    of_headers = mutated_json(headers).map(lambda header: struct.pack("<Q", len(header)) + header + body)
+    return st.one_of(mutated(corpus), of_headers)
+
+
+def _index(data: bytes) -> None:
+    directory = _copied("transformers")
+    (directory / INDEX_FILE).write_bytes(data)
+    _read_all(SafetensorsCheckpoint(directory))
+
+
+def _use(config: ModelConfig) -> None:
+    """What is done with a configuration before any tensor is looked for."""
+    tensor_shapes(config)
+
+
+def _config(data: bytes) -> None:
+    Path("config.json").write_bytes(data)
+    _use(read_config(Path()))
+
+
+def _generation(data: bytes) -> None:
+    shutil.copyfile(MODEL / "transformers" / "config.json", "config.json")
+    Path("generation_config.json").write_bytes(data)
+    _use(read_config(Path()))
+
+
+def _checkpoint_index(data: bytes) -> None:
+    directory = _copied("megatron")
+    (directory / ".metadata").write_bytes(data)
+    _read_all(TorchDistCheckpoint(directory))
+
+
+def _arguments(data: bytes) -> None:
+    path = Path("common.pt")
+    path.write_bytes(data)
+    arguments = configuration.read_arguments(ModelFile(path))
+    _use(config_from_hf(config_json_of(arguments, where="common.pt"), ends=(), where="common.pt"))
+
+
+def _saved_tensor(data: bytes) -> None:
+    path = Path("saved")
+    path.write_bytes(b"before" + data + b"after")
+    file = ModelFile(path)
+    find_tensor(file, offset=6, length=len(data)).bytes_in(MappedFile(file))
+
+
+def _pickle(data: bytes) -> None:
+    read_pickle(
+        io.BytesIO(data),
+        where="it",
+        trusted={**metadata._TRUSTED, **configuration._TRUSTED},
+        opaque=lambda module, name: True,
+        persistent=lambda pid: None,
+    )
+
+
+def _pickle_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
+    """Changed pickles, and programs of random opcodes that have what they work on more often than not."""
+    names = [f"{module}\n{name}\n".encode() for module, name in {**metadata._TRUSTED, **configuration._TRUSTED}]
+    numbers = st.sampled_from(LARGE_NUMBERS)
+    piece = st.one_of(
+        st.sampled_from(_CODES),
+        st.sampled_from((b"(", b")", b"]", b"}", b"\x85", b"\x86", b"t", b"l", b"q\x00", b"h\x00", b"2", b"K\x01")),
+        st.sampled_from(names).map(lambda name: pickle.GLOBAL + name),
+        st.sampled_from((b"a", b"module", b"x" * 300)).map(lambda text: b"X" + struct.pack("<I", len(text)) + text),
+        st.tuples(st.sampled_from((b"r", b"j", b"J", b"B", b"X", b"T", b"\x8b")), numbers).map(
+            lambda pair: pair[0] + struct.pack("<I", pair[1] & 0xFFFFFFFF)
+        ),
+        st.tuples(st.sampled_from((b"\x8d", b"\x8e", b"\x95", b"\x96")), numbers).map(
+            lambda pair: pair[0] + struct.pack("<Q", pair[1])
+        ),
+        st.tuples(st.sampled_from((b"p", b"g", b"I", b"L", b"F")), numbers).map(
+            lambda pair: pair[0] + str(pair[1]).encode() + b"\n"
+        ),
+    )
+    repeats = st.sampled_from((1,) * 12 + (3, 5000))
+    program = st.lists(st.tuples(piece, repeats), max_size=30).map(
+        lambda pieces: b"\x80\x04" + b"".join(code * count for code, count in pieces) + b"."
+    )
+    return st.one_of(mutated(corpus, _CODES), program)
+
+
+def _listing(data: bytes) -> None:
+    choose(parse_listing(data, Reference("org/name"), hub="the-hub").files, ())
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(
+        name="gguf",
+        run=_gguf,
+        errors=(*_LOADING, GGUFFormatError),
+    ),
+    Target(name="safetensors", run=_safetensors, errors=_SAFETENSORS, strategy=_safetensors_inputs),
+    Target(name="safetensors_index", run=_index, errors=_SAFETENSORS, strategy=mutated_json),
+    Target(name="config", run=_config, errors=_SAFETENSORS, strategy=mutated_json),
+    Target(name="generation_config", run=_generation, errors=_SAFETENSORS, strategy=mutated_json),
+    Target(
+        name="torch_dist_index",
+        run=_checkpoint_index,
+        errors=_TORCH_DIST,
+        strategy=lambda corpus: mutated(corpus, _CODES),
+    ),
+    Target(name="torch_dist_arguments", run=_arguments, errors=_TORCH_DIST),
+    Target(name="torch_dist_tensor", run=_saved_tensor, errors=_TORCH_DIST),
+    Target(name="pickle", run=_pickle, errors=(UnsafePickleError,), strategy=_pickle_inputs),
+    Target(name="hub_listing", run=_listing, errors=(HubError,), strategy=mutated_json),
+)

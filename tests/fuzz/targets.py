@@ -1,0 +1,10 @@
+"""All fuzz targets by name. A new one is added here: README.md."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.fuzz import model_targets
+from tests.fuzz.harness import Target
+
+TARGETS: Mapping[str, Target] = {target.name: target for target in (*model_targets.TARGETS,)}

