@@ -1,6 +1,6 @@
-"""The compiled `tokenizers` library, contained: its panics are ordinary exceptions, and a tokenizer.json is tried first.
+"""The compiled `tokenizers` library, contained: its panics become exceptions, and a tokenizer.json is tried first.
 
-A tokenizer.json is part of the model, so it may be hostile: a regular expression can take for ever to compile, and a
+A tokenizer.json is part of the model, so it may be hostile: a regular expression can take years to compile, and a
 normalizer can turn ten characters into gigabytes, which aborts the process. So a child process with limits loads the
 file and encodes some text before this process loads it.
 """
