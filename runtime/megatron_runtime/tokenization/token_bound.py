@@ -1,8 +1,8 @@
 """The fewest tokens that a text can have, by its bytes alone: what cannot fit a model is rejected unread.
 
 Every byte of a text is part of some token. A token of n bytes has n of them, so each byte accounts for at least 1/n of
-a token, n being the length of the longest token with this byte in it. The sum over all bytes of a text is a lower bound.
-It takes milliseconds for megabytes; the tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
+a token, n being the length of the longest token with this byte in it. The sum over a text's bytes is a lower bound. It
+takes milliseconds for megabytes; the tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
 """
 
 from __future__ import annotations
