@@ -1,4 +1,4 @@
-"""Server-sent events as our own clients read them. The server is not trusted: bounded lines, checked types, safe text."""
+"""Server-sent events as our own clients read them. The server is not trusted: bounds on lines, types, characters."""
 
 from __future__ import annotations
 
