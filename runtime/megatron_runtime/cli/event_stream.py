@@ -67,8 +67,8 @@ class EventReader:
         if not isinstance(event, dict):
             raise StreamFormatError(f"an event is {type(event).__name__}: want a JSON object")
         if "error" in event:
-            error = event["error"]
-            message = error.get("message") if isinstance(error, dict) else error
+            failure = event["error"]
+            message = failure.get("message") if isinstance(failure, dict) else failure
             raise StreamFailedError(printable(str(message)))
         return event
 

@@ -12,7 +12,7 @@ import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import tokenizers
@@ -27,7 +27,8 @@ text has 3 to 6 bytes in a token."""
 _COMPOSITION_SHRINK = 8
 """The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
 
-_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
+_Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_FORMS: frozenset[str] = frozenset(get_args(_Form))
 _KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Sequence"})
 _SPACES = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
 _CHUNK = 1 << 16
@@ -44,7 +45,7 @@ class TokenBound:
     """
 
     weights: np.ndarray[Any, np.dtype[np.float64]]
-    forms: tuple[str, ...]
+    forms: tuple[_Form, ...]
     longest: int
 
     @classmethod
@@ -56,7 +57,7 @@ class TokenBound:
         pre_tokenizers = list(_parts(backend.pre_tokenizer, "pretokenizers"))
         if not (_keep_all_text(normalizers, pre_tokenizers) and _is_of_pieces(backend.model)):
             return cls(np.full(256, 1 / max(longest, UNKNOWN_BYTES_PER_TOKEN)), (), longest)
-        forms = tuple(part["type"] for part in normalizers if part["type"] in _FORMS)
+        forms: tuple[_Form, ...] = tuple(part["type"] for part in normalizers if part["type"] in _FORMS)
         is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
         sizes = _sizes_of_byte_level(vocabulary) if is_byte_level else _sizes(map(_marked, vocabulary))
         for token in added:
