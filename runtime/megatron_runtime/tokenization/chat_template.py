@@ -105,10 +105,10 @@ class ChatTemplate:
     def _rendered(self, scope: Mapping[str, Any]) -> str:
         base = {"add_generation_prompt": True, "documents": None, **self.special}
         try:
-            request = json.dumps({"source": self.source, "scope": {**base, **scope}})
+            request = json.dumps({"source": self.source, "scope": {**base, **scope}}, ensure_ascii=False)
         except (TypeError, ValueError, RecursionError) as error:
             raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from error
-        return _run(request.encode())
+        return _run(request.encode("utf-8", "surrogatepass"))
 
     def _check_usable(self) -> None:
         """Raise ChatTemplateUnusableError where not even a trivial conversation is rendered within the limits."""
