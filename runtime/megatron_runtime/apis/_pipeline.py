@@ -92,7 +92,7 @@ def take_over_tokenizer(tokenizer: Any) -> Tokenizer:
 
 
 def _from_backend(backend: Any, tokenizer: Any) -> Tokenizer:
-    from megatron_runtime.tokenization.chat_template import ChatTemplate
+    from megatron_runtime.tokenization.chat_template import chat_template_of_model
 
     eos = getattr(tokenizer, "eos_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
@@ -102,7 +102,7 @@ def _from_backend(backend: Any, tokenizer: Any) -> Tokenizer:
         backend,
         bos_id=getattr(tokenizer, "bos_token_id", None),
         eos_ids=() if eos is None else (eos,),
-        chat_template=ChatTemplate(template, special=special) if isinstance(template, str) else None,
+        chat_template=chat_template_of_model(template, special=special) if isinstance(template, str) else None,
     )
 
 

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import click
 import httpx
+
+from megatron_runtime.cli.event_stream import (
+    MAX_ERROR_BYTES,
+    EventReader,
+    StreamFailedError,
+    StreamFormatError,
+    printable,
+    texts_of,
+)
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 
@@ -31,33 +41,33 @@ class ApiClient:
         self._url = url.rstrip("/").removesuffix("/v1")
         if not self._url.startswith(("http://", "https://")):
             raise click.BadParameter(f"{url!r} is not a URL: use http://host:port.", param_hint="--url")
-        headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+        headers = {"Accept-Encoding": "identity"}
+        if api_key is not None:
+            headers["Authorization"] = f"Bearer {api_key}"
         self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
 
     def first_model(self) -> str:
         with self._failures():
-            reply = self._http.get(f"{self._url}/v1/models")
-            _raise_for_error(reply)
-            models = reply.json()["data"]
-        if not models:
-            raise click.ClickException(f"the server at {self._url} offers no model")
-        return str(models[0]["id"])
+            with self._http.stream("GET", f"{self._url}/v1/models") as reply:
+                content = _content(reply)
+            _raise_for_error(reply.status_code, content)
+            models = json.loads(content)["data"]
+            if models:
+                return str(models[0]["id"])
+        raise click.ClickException(f"the server at {self._url} offers no model")
 
-    def stream(self, path: str, body: dict[str, Any]) -> Generator[dict[str, Any]]:
-        """Yield the choice of each event. Closing the iterator aborts the request."""
+    def stream(self, path: str, body: dict[str, Any]) -> Generator[str]:
+        """Yield the text of each event. Closing the iterator aborts the request."""
         request = {**{key: value for key, value in body.items() if value is not None}, "stream": True}
         with self._failures(), self._http.stream("POST", f"{self._url}/v1/{path}", json=request) as reply:
             if reply.status_code != 200:
-                reply.read()
-            _raise_for_error(reply)
-            for line in reply.iter_lines():
-                if line == "data: [DONE]":
+                _raise_for_error(reply.status_code, _content(reply))
+            events = EventReader()
+            for data in reply.iter_raw():  # not decompressed: a few bytes could become gigabytes
+                for event in events.feed(data):
+                    yield from texts_of(event)
+                if events.is_done:
                     return
-                if line.startswith("data: "):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise click.ClickException(event["error"]["message"])
-                    yield from event["choices"]
         raise click.ClickException(f"the server at {self._url} ended the answer early")
 
     @contextmanager
@@ -70,15 +80,36 @@ class ApiClient:
             ) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise click.ClickException(f"the connection to {self._url} failed: {error!r}") from error
-        except (ValueError, KeyError, TypeError) as error:
-            raise click.ClickException(f"{self._url} does not speak the OpenAI API: {error!r}") from error
+        except StreamFailedError as error:
+            raise click.ClickException(str(error)) from error
+        except StreamFormatError as error:
+            raise click.ClickException(f"{self._url} does not speak the OpenAI API: {error}") from error
+        except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
+            raise click.ClickException(
+                f"{self._url} does not speak the OpenAI API: {printable(repr(error))}"
+            ) from error
 
 
-def _raise_for_error(reply: httpx.Response) -> None:
-    if reply.status_code == 200:
+def echo_text(text: str) -> None:
+    """Print a part of an answer; a terminal gets no control sequences of it."""
+    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+
+
+def _content(reply: httpx.Response) -> bytes:
+    """The begin of a body that is no stream."""
+    content = b""
+    for data in reply.iter_raw():
+        content += data
+        if len(content) >= MAX_ERROR_BYTES:
+            break
+    return content[:MAX_ERROR_BYTES]
+
+
+def _raise_for_error(status: int, content: bytes) -> None:
+    if status == 200:
         return
     try:
-        message = reply.json()["error"]["message"]
-    except (ValueError, KeyError, TypeError):
-        message = reply.text[:200]
-    raise click.ClickException(f"{message} (HTTP {reply.status_code})")
+        message = str(json.loads(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        message = content[:200].decode(errors="replace")
+    raise click.ClickException(f"{printable(message)} (HTTP {status})")

@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.api_client import ApiClient, connection_options
+from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
 
 HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer."
 
@@ -80,11 +80,11 @@ def _read_line(*, is_terminal: bool) -> str | None:
 def _answer(client: ApiClient, body: dict[str, Any]) -> str:
     """Print the answer as it comes and return it; Ctrl-C ends it there, and the server stops generating."""
     pieces: list[str] = []
-    with closing(client.stream("chat/completions", body)) as choices:
+    with closing(client.stream("chat/completions", body)) as texts:
         try:
-            for choice in choices:
-                pieces.append(choice["delta"].get("content") or "")
-                click.echo(pieces[-1], nl=False)
+            for text in texts:
+                pieces.append(text)
+                echo_text(text)
         except KeyboardInterrupt:
             click.secho(" (stopped)", dim=True, nl=False)
     click.echo()

@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.api_client import ApiClient, connection_options
+from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
 
 
 @click.command()
@@ -55,9 +55,9 @@ def command(
         "guided_json": None if schema is None else _read_schema(schema),
         "guided_regex": regex,
     }
-    with closing(client.stream("completions", body)) as choices:
-        for choice in choices:
-            click.echo(choice["text"], nl=False)
+    with closing(client.stream("completions", body)) as texts:
+        for piece in texts:
+            echo_text(piece)
     click.echo()
 
 

@@ -37,6 +37,9 @@ from megatron_runtime.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
+MAX_TEXT_CHARACTERS = 512 * 1024
+"""Of a prompt that is sent as text: all other clients wait while it is tokenized."""
+
 _ADMIN = Role.ADMIN  # see dispatching.py
 _ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
 
@@ -154,7 +157,18 @@ class ClientSide:
     def _tokenize(self, text: str) -> list[int]:
         if self.tokenizer is None:
             raise MalformedMessageError("the prompt is text and this coordinator has no tokenizer: send token ids")
-        return list(self.tokenizer.tokenize(text))
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise MalformedMessageError(
+                f"the prompt is a text of {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenized here, so "
+                "send token ids"
+            )
+        try:
+            return list(self.tokenizer.tokenize(text))
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error)
+            raise MalformedMessageError(f"the prompt cannot be tokenized: {error}; send token ids") from error
 
     def _abort(self, client: Client, message: Abort, _: Frames) -> None:
         uid = client.plain_ids.get(message.id) if isinstance(message.id, int) else message.id

@@ -166,7 +166,7 @@ class TorchExecutor:
 def _load_tokenizer(source: ModelSource) -> Tokenizer:
     from megatron_runtime.tokenization import load_tokenizer
 
-    return load_tokenizer(str(source.location))
+    return load_tokenizer(str(source.location), renders_chat=False)
 
 
 def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:

@@ -25,8 +25,13 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     """Answer a conversation."""
     asked = await service.read(request, ChatRequest)
     service.check_model(asked.model)
+    service.check_in_flight()
     tools = tool_use(asked, parser=service.tool_parser)
-    prompt = await service.encode_chat(asked.messages, tools=asked.offered_tools, variables=asked.chat_template_kwargs)
+    prompt = await service.while_connected(
+        request,
+        service.encode_chat(asked.messages, tools=asked.offered_tools, variables=asked.chat_template_kwargs),
+        characters=sum(len(message.content) for message in asked.messages),
+    )
     if asked.prevent_retokenization:
         prompt = await with_earlier_tokens(service, asked, prompt)
     if asked.add_BOS:

@@ -71,11 +71,15 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
-def context_length_error(*, prompt_length: int, limit: int, param: str) -> ApiError:
-    """400 for a prompt that leaves no room for an answer."""
+def context_length_error(*, prompt_length: int, limit: int, param: str, is_bound: bool = False) -> ApiError:
+    """400 for a prompt that leaves no room for an answer.
+
+    is_bound: `prompt_length` is the least that the prompt can have; it was not tokenized.
+    """
+    length = f"at least {prompt_length}" if is_bound else str(prompt_length)
     return ApiError(
         400,
-        f"{CONTEXT_LENGTH_PHRASE} It is {limit} tokens for prompt and answer, and the prompt alone is {prompt_length}: "
+        f"{CONTEXT_LENGTH_PHRASE} It is {limit} tokens for prompt and answer, and the prompt alone is {length}: "
         "shorten it.",
         param=param,
         code="context_length_exceeded",

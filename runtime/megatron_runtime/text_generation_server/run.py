@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import os
 import resource
 import signal
 import socket
@@ -45,7 +46,9 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
     _raise_file_limit(settings.connections.max_connections)
     listener = listener or listen(host=settings.host, port=settings.port)
     with listener:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no thread for each CPU
         tokenizer = load_tokenizer(settings.model)
+        tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
         gc.freeze()  # modules and vocabulary stay as long as the process: no collection, and no stream, waits for them
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
@@ -129,6 +132,7 @@ async def drain(service: Service, http: HttpServer) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await service.wait_idle()
+    service.text_work.close()
     http.should_exit = True
 
 

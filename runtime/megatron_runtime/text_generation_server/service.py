@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -26,20 +27,25 @@ from megatron_runtime.text_generation_server.origin import check_content_type
 from megatron_runtime.text_generation_server.sampling import FIELD_NAMES, choice_params, form_of, sampling_params
 from megatron_runtime.text_generation_server.schema import ChatMessage, GenerationRequest, Tool
 from megatron_runtime.text_generation_server.settings import ServerSettings
-from megatron_runtime.text_generation_server.sse import EventStream
+from megatron_runtime.text_generation_server.sse import EventStream, until_disconnect
+from megatron_runtime.text_generation_server.text_work import MAX_MEDIUM_BYTES, Lane, TextWork
 from megatron_runtime.text_generation_server.tools import ToolParser
 from megatron_runtime.text_generation_server.tools.prompt import as_plain_messages
-from megatron_runtime.tokenization import ChatTemplateError, Tokenizer
+from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
 from megatron_runtime.wire.messages import pack
 
 TEXT_TOKENIZED_IN_PLACE = 4096
-"""Characters; longer texts are tokenized on a thread, so that other streams go on meanwhile."""
+"""Characters; longer texts are tokenized in a thread of `TextWork`, while the event loop serves other requests."""
+
+_DECODED_AT_ONCE = 256
+"""Tokens; other requests are served before the next ones are decoded."""
 
 MAX_JOBS = 1024
 MAX_SENT_BYTES = 32 << 20
 """Of one request, over all its choices: each choice is sent to the coordinator with its prompt and parameters."""
 
 _Model = TypeVar("_Model", bound=BaseModel)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +79,7 @@ class Service:
     in_flight: int = 0
     body_bytes: int = 0
     """Of request bodies that are not complete yet."""
+    text_work: TextWork = field(default_factory=TextWork)
     expired: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the drain time is over: what is still open is answered with an error."""
     _idle: asyncio.Event = field(default_factory=asyncio.Event)
@@ -137,10 +144,39 @@ class Service:
             self.body_bytes -= size
         return b"".join(chunks)
 
-    async def encode(self, text: str, *, add_special: bool = True) -> list[int]:
-        if len(text) <= TEXT_TOKENIZED_IN_PLACE:
-            return self.tokenizer.encode(text, add_special=add_special)
-        return await asyncio.to_thread(self.tokenizer.encode, text, add_special=add_special)
+    async def encode(
+        self, text: str, *, param: str, add_special: bool = True, in_place: bool | None = None
+    ) -> list[int]:
+        """Return the tokens of a text.
+
+        param:    the field that it came from, for errors.
+        in_place: on the event loop; None means for a short text.
+        Raises ApiError 400 for a text that cannot be tokenized, or that is longer than the sequence limit whatever its
+        tokens are, and 503 where too much text waits to be tokenized.
+        """
+        encode = partial(self._encode, text, param=param, add_special=add_special)
+        if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
+            return encode()
+        size = _bytes_at_most(text)
+        return await self.text_work.run(Lane.MEDIUM if size <= MAX_MEDIUM_BYTES else Lane.LONG, size, encode)
+
+    async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of tokens, however many there are, between other requests."""
+        detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
+        pieces = []
+        for start in range(0, len(tokens), _DECODED_AT_ONCE):
+            pieces.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join([*pieces, detokenizer.finish()])
+
+    async def while_connected(self, request: Request, work: Coroutine[Any, Any, _T], *, characters: int) -> _T:
+        """Await the tokenization of a prompt; that of a long one is dropped when the client leaves.
+
+        characters: of text in it.
+        """
+        if characters <= TEXT_TOKENIZED_IN_PLACE:
+            return await work
+        return await until_disconnect(request, work, expired=self.expired)
 
     def with_bos(self, tokens: list[int]) -> list[int]:
         """The same tokens after the one that begins a sequence, where the model has one and they do not begin so."""
@@ -150,17 +186,36 @@ class Service:
     async def encode_chat(
         self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
     ) -> list[int]:
-        """Return the tokens of a conversation, with the tools described in it. Raises ApiError 400."""
+        """Return the tokens of a conversation, with the tools described in it.
+
+        Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
+        """
         rendered = [message.for_template() for message in messages]
         described = [tool.for_template() for tool in tools] or None
         template = self.tokenizer.chat_template
         if template is not None and not template.reads_tools:
             rendered, described = as_plain_messages(rendered, described), None
+        render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
+        size = sum(_bytes_at_most(message["content"]) for message in rendered)
         try:
-            text = self.tokenizer.render_chat(rendered, tools=described, variables=variables)
+            text = await self.text_work.run(Lane.RENDER, size, render)
+        except ChatTemplateUnusableError as error:
+            raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
         except ChatTemplateError as error:
             raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
-        return await self.encode(text, add_special=False)
+        return await self.encode(text, param="messages", add_special=False)
+
+    def _encode(self, text: str, *, param: str, add_special: bool) -> list[int]:
+        limit = self.sequence_limit
+        if limit is not None and len(text) > TEXT_TOKENIZED_IN_PLACE:
+            fewest = self.tokenizer.bound.fewest_tokens(text)
+            if fewest > limit:
+                raise context_length_error(prompt_length=fewest, limit=limit, param=param, is_bound=True)
+        try:
+            return self.tokenizer.encode(text, add_special=add_special)
+        except ValueError as error:
+            message = f"Invalid value for {param}: {error}."
+            raise ApiError(400, message, param=param, code="invalid_value") from error
 
     def generation(
         self,
@@ -255,10 +310,17 @@ class Service:
             message = f"Invalid value for {param}: token id {outside} is not in 0..{self.tokenizer.vocab_size - 1}."
             raise ApiError(400, message, param=param, code="invalid_value")
 
+    def check_in_flight(self) -> None:
+        """Raise ApiError 429 for a new request where too many are open, those that wait for a coordinator included."""
+        self._check_limit(self.in_flight)
+
     def _check_room(self, choices: int) -> None:
-        """Raise ApiError 429 where these choices would be too many; requests that wait for a coordinator count too."""
+        """Raise ApiError 429 where these choices would be too many."""
+        self._check_limit(self.metrics.open_requests + choices)
+
+    def _check_limit(self, count: int) -> None:
         limit = self.settings.max_open_requests
-        if max(self.metrics.open_requests + choices, self.in_flight) > limit:
+        if count > limit:
             message = f"This server has {limit} requests open, or would have: try again."
             raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
 
@@ -296,3 +358,7 @@ def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choi
             "fewer choices or prompts at once."
         )
         raise ApiError(400, message, param="n", code="request_too_large")
+
+
+def _bytes_at_most(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from megatron_runtime.text_generation_server.errors import ApiError
 from megatron_runtime.text_generation_server.schema import DetokenizeRequest, TokenizeRequest
 from megatron_runtime.text_generation_server.service import Service
+
+_TEXTS_AT_ONCE = 1024
+"""Tokens; other requests are served before the next ones become texts."""
 
 
 async def tokenize(service: Service, request: Request) -> Response:
@@ -18,17 +23,32 @@ async def tokenize(service: Service, request: Request) -> Response:
     if asked.model is not None:
         service.check_model(asked.model)
     if asked.prompt is not None:
-        tokens = await service.encode(asked.prompt, add_special=asked.add_special_tokens is not False)
+        text = asked.prompt
+        work = service.encode(text, param="prompt", add_special=asked.add_special_tokens is not False)
+        tokens = await service.while_connected(request, work, characters=len(text))
     else:
         variables = dict(asked.chat_template_kwargs or {})
         if asked.add_generation_prompt is not None:
             variables["add_generation_prompt"] = asked.add_generation_prompt
-        tokens = await service.encode_chat(asked.messages or [], tools=asked.tools or (), variables=variables)
+        messages = asked.messages or []
+        tokens = await service.while_connected(
+            request,
+            service.encode_chat(messages, tools=asked.tools or (), variables=variables),
+            characters=sum(len(message.content) for message in messages),
+        )
     answer: dict[str, Any] = {"count": len(tokens), "max_model_len": service.sequence_limit, "tokens": tokens}
     if asked.return_token_strs:
-        texts = [service.tokenizer.token_bytes(token).decode(errors="replace") for token in tokens]
-        answer["token_strs"] = texts
-    return JSONResponse(answer)
+        answer["token_strs"] = await _token_texts(service, tokens)
+    return Response(to_json(answer), media_type="application/json")
+
+
+async def _token_texts(service: Service, tokens: list[int]) -> list[str]:
+    texts: list[str] = []
+    for start in range(0, len(tokens), _TEXTS_AT_ONCE):
+        batch = tokens[start : start + _TEXTS_AT_ONCE]
+        texts += [service.tokenizer.token_bytes(token).decode(errors="replace") for token in batch]
+        await asyncio.sleep(0)
+    return texts
 
 
 async def detokenize(service: Service, request: Request) -> Response:
@@ -41,4 +61,5 @@ async def detokenize(service: Service, request: Request) -> Response:
     if outside is not None:
         message = f"Invalid value for tokens: token id {outside} is not in 0..{limit - 1}."
         raise ApiError(400, message, param="tokens", code="invalid_value")
-    return JSONResponse({"prompt": service.tokenizer.decode(asked.tokens, skip_special=False)})
+    text = await service.decode(asked.tokens, skip_special=False)
+    return Response(to_json({"prompt": text}), media_type="application/json")

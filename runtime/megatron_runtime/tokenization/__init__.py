@@ -5,7 +5,7 @@ ids = tokenizer.encode_chat([{"role": "user", "content": "Hello"}])
 text = tokenizer.decode(ids)
 """
 
-from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
+from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateUnusableError
 from megatron_runtime.tokenization.detokenizer import Detokenizer
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization.tokenizer import Tokenizer
@@ -13,6 +13,7 @@ from megatron_runtime.tokenization.tokenizer import Tokenizer
 __all__ = [
     "ChatTemplate",
     "ChatTemplateError",
+    "ChatTemplateUnusableError",
     "Detokenizer",
     "Tokenizer",
     "TokenizerLoadError",

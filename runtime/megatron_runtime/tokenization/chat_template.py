@@ -1,12 +1,38 @@
-"""Chat templates, rendered the way the transformers library renders them, in a sandbox (chat_sandbox.py)."""
+"""Chat templates, rendered the way the transformers library renders them, in processes that may die (chat_sandbox.py).
+
+A template is part of the model, so it may be hostile: every use of it, compilation included, has limits of time, memory
+and output. A program has RENDERERS such processes for all its templates; each starts when it is first needed.
+"""
 
 from __future__ import annotations
 
+import atexit
+import json
+import logging
+import os
+import queue
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-MAX_RENDERED_CHARACTERS = 32 * 1024 * 1024
+from megatron_runtime.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 
+logger = logging.getLogger(__name__)
+
+RENDERERS = 2
+"""Processes that render; a rendering beyond that waits."""
+RENDER_SECONDS = 5.0
+"""For one compilation or rendering."""
+RENDER_MEMORY_BYTES = 512 << 20
+"""Address space of each process."""
+MAX_TEMPLATE_CHARACTERS = 1 << 20
+
+_MAX_REPLY_BYTES = 64 << 20
+_BROKEN_SECONDS = 30.0
+"""How long a template that cannot render a trivial conversation is not tried again."""
+_TRIVIAL = ({"role": "user", "content": "Hello"},)
+_TEXT = b"T"
+"""chat_sandbox.TEXT; that module has to stay unloaded here, because Jinja is large."""
 _RESERVED = frozenset({"messages", "tools"})
 
 
@@ -21,27 +47,25 @@ class ChatTemplateError(ValueError):
         self.variable = variable
 
 
+class ChatTemplateUnusableError(ChatTemplateError):
+    """The model's chat template is at fault, or nothing could run it: no conversation can be rendered."""
+
+
 class ChatTemplate:
-    """A compiled chat template.
+    """A chat template that compiles. Thread-safe.
 
     source:  the Jinja text.
     special: variables every template may use, such as `bos_token` and `eos_token`.
+    Raises ChatTemplateUnusableError for a template that does not compile within the limits.
     """
 
     def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
-        # Jinja is large, and an engine process renders nothing.
-        from megatron_runtime.tokenization.chat_sandbox import TemplateSyntaxError, compile_template
-
         self.source = source
         self.special = dict(special)
-        try:
-            self._template, variables = compile_template(source, refuse=ChatTemplateError)
-        except TemplateSyntaxError as error:
-            raise ChatTemplateError(
-                f"the model's chat template is not valid Jinja, line {error.lineno}: {error}"
-            ) from error
-        self.reads_tools = "tools" in variables
+        self.reads_tools = "tools" in self._variables()
         """Whether the template has a way to tell the model of tools."""
+        self._broken_until = 0.0
+        self._broken_reason = ""
 
     def render(
         self,
@@ -52,8 +76,12 @@ class ChatTemplate:
     ) -> str:
         """Return the prompt text, up to where the assistant's answer begins.
 
+        messages, tools, variables: values that JSON can express.
         variables: further template variables (`add_generation_prompt` is True unless given here).
-        Raises ChatTemplateError when the template refuses the messages or cannot digest them.
+
+        Raises:
+            ChatTemplateUnusableError: the template cannot render even a trivial conversation within the limits.
+            ChatTemplateError: the template rejects the messages, or exceeds a limit with them.
         """
         given = dict(variables or {})
         taken = sorted(_RESERVED & given.keys())
@@ -63,18 +91,152 @@ class ChatTemplate:
                 f"chat template variable {name!r} is set by the request itself: remove it",
                 variable=f"chat_template_kwargs.{name}",
             )
-        scope = {"add_generation_prompt": True, "documents": None, **self.special, **given}
+        if time.monotonic() < self._broken_until:
+            raise ChatTemplateUnusableError(self._broken_reason)
         try:
-            # Any exception of the template's own code is a verdict on the messages, whatever its type.
-            pieces: list[str] = []
-            size = 0
-            for piece in self._template.generate(messages=list(messages), tools=tools, **scope):
-                size += len(piece)
-                if size > MAX_RENDERED_CHARACTERS:
-                    raise ChatTemplateError(f"the rendered prompt is longer than {MAX_RENDERED_CHARACTERS} characters")
-                pieces.append(piece)
-            return "".join(pieces)
-        except ChatTemplateError:
+            return self._rendered({"messages": list(messages), "tools": tools, **given})
+        except ProcessLostError as error:
+            self._check_usable()
+            hint = " or leave chat_template_kwargs out" if given else ""
+            raise ChatTemplateError(
+                f"the chat template cannot render these messages: {_lost(error)}; shorten them{hint}"
+            ) from error
+
+    def _rendered(self, scope: Mapping[str, Any]) -> str:
+        base = {"add_generation_prompt": True, "documents": None, **self.special}
+        try:
+            request = json.dumps({"source": self.source, "scope": {**base, **scope}}, ensure_ascii=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ChatTemplateError(f"the messages cannot be written as JSON: {error}") from error
+        return _run(request.encode("utf-8", "surrogatepass"))
+
+    def _check_usable(self) -> None:
+        """Raise ChatTemplateUnusableError where not even a trivial conversation is rendered within the limits."""
+        try:
+            self._rendered({"messages": _TRIVIAL, "tools": None})
+        except ProcessLostError as error:
+            self._broken_reason = f"the model's chat template cannot render any conversation: {_lost(error)}"
+            self._broken_until = time.monotonic() + _BROKEN_SECONDS
+            logger.error("%s", self._broken_reason)
+            raise ChatTemplateUnusableError(self._broken_reason) from error
+        except ChatTemplateUnusableError:
             raise
-        except Exception as error:
-            raise ChatTemplateError(f"the chat template cannot render these messages: {error}") from error
+        except ChatTemplateError:
+            return  # a template may reject it: it came to an end
+
+    def _variables(self) -> list[str]:
+        if len(self.source) > MAX_TEMPLATE_CHARACTERS:
+            raise ChatTemplateUnusableError(
+                f"the model's chat template has {len(self.source)} characters: at most {MAX_TEMPLATE_CHARACTERS} "
+                "are allowed"
+            )
+        try:
+            found: list[str] = json.loads(_run(json.dumps({"source": self.source}).encode()))
+        except ProcessLostError as error:
+            raise ChatTemplateUnusableError(f"the model's chat template cannot be compiled: {_lost(error)}") from error
+        return found
+
+
+class UnusableChatTemplate(ChatTemplate):
+    """A template that does not compile. The model completes text all the same; every rendering raises `reason`."""
+
+    def __init__(self, source: str, *, special: Mapping[str, str], reason: str) -> None:
+        self.source = source
+        self.special = dict(special)
+        self.reads_tools = False
+        self._reason = reason
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
+        raise ChatTemplateUnusableError(self._reason)
+
+
+def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTemplate:
+    """Return the template of a model that is being loaded; one that does not compile is logged and unusable.
+
+    Raises ChatTemplateUnusableError where no process could be started to compile it.
+    """
+    try:
+        return ChatTemplate(source, special=special)
+    except ChatTemplateUnusableError as error:
+        if isinstance(error.__cause__, ProcessStartError):
+            raise
+        logger.error("%s; chat requests are answered with this error", error)
+        return UnusableChatTemplate(source, special=special, reason=str(error))
+
+
+def _run(request: bytes) -> str:
+    """The text that chat_sandbox.py replies with.
+
+    Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError when a limit was exceeded.
+    """
+    try:
+        reply = _renderers.call(request)
+    except ProcessStartError as error:
+        raise ChatTemplateUnusableError(f"no process can run the model's chat template: {error}") from error
+    if reply[:1] == _TEXT:
+        return reply[1:].decode("utf-8", "surrogatepass")
+    failure = json.loads(reply[1:])
+    if failure["stage"] == "compile":
+        raise ChatTemplateUnusableError(f"the model's chat template is not valid Jinja, {failure['message']}")
+    raise ChatTemplateError(failure["message"])
+
+
+def _lost(error: ProcessLostError) -> str:
+    limits = f"{RENDER_SECONDS:g} s and {RENDER_MEMORY_BYTES >> 20} MiB"
+    return f"its process is limited to {limits}, and {error}"
+
+
+class _Renderers:
+    """The processes, one caller each at a time. A process starts when all before it are busy."""
+
+    def __init__(self) -> None:
+        self._processes = [
+            SacrificialProcess(
+                "megatron_runtime.tokenization.chat_sandbox",
+                memory_bytes=RENDER_MEMORY_BYTES,
+                max_reply_bytes=_MAX_REPLY_BYTES,
+            )
+            for _ in range(RENDERERS)
+        ]
+        self._idle: queue.LifoQueue[SacrificialProcess] = queue.LifoQueue()
+        for process in self._processes:
+            self._idle.put(process)
+
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes if process.pid is not None]
+
+    def call(self, request: bytes) -> bytes:
+        process = self._idle.get()
+        try:
+            return process.call(request, timeout_seconds=RENDER_SECONDS)
+        finally:
+            self._idle.put(process)
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.close()
+
+
+_renderers = _Renderers()
+
+
+def _start_over() -> None:
+    """A forked process must not share the connections of its parent."""
+    global _renderers
+    _renderers = _Renderers()
+
+
+def renderer_pids() -> list[int]:
+    """Process ids of the renderers that run, for diagnosis and tests."""
+    return _renderers.pids
+
+
+os.register_at_fork(after_in_child=_start_over)
+atexit.register(lambda: _renderers.close())

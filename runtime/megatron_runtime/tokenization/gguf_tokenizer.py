@@ -10,7 +10,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from megatron_runtime.loading.gguf_metadata import read_gguf_metadata
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.backend import contained
+from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.sentencepiece import sentencepiece_backend
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
@@ -18,6 +19,9 @@ _PREFIX = "tokenizer.ggml."
 _CONTROL, _USER_DEFINED = 3, 4
 _SENTENCEPIECE = "llama"
 """What GGUF files call it."""
+
+MAX_PIECE_CHARACTERS = 512
+"""Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
 
 END_OF_TURN_TEXTS = frozenset(
     {
@@ -82,6 +86,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     byte-level BPE nor SentencePiece, or is cut into words in an unknown way.
     """
     metadata = read_gguf_metadata(path)
+    _check(metadata, path)
     pieces: list[str] = metadata.get(f"{_PREFIX}tokens", [])
     backend = _backend(metadata, pieces, path)
     special = {
@@ -96,34 +101,59 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
         # A SentencePiece model adds it unless told otherwise.
         add_bos=bool(metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE)),
         eos_ids=_end_ids(metadata, pieces),
-        chat_template=ChatTemplate(template, special=special) if template else None,
+        chat_template=chat_template_of_model(template, special=special) if template else None,
         context_length=metadata.get(f"{metadata.get('general.architecture')}.context_length"),
     )
 
 
+def _check(metadata: Mapping[str, Any], path: Path) -> None:
+    """Raise ValueError for metadata of the wrong type, or pieces that are too long."""
+    architecture = metadata.get("general.architecture")
+    for key, kind in (
+        *((f"{_PREFIX}{name}", str) for name in ("model", "pre")),
+        *((f"{_PREFIX}{name}_token_id", int) for name in ("bos", "eos", "eot", "eom", "unknown", "padding")),
+        ("tokenizer.chat_template", str),
+        (f"{architecture}.context_length", int),
+    ):
+        if (value := metadata.get(key)) is not None and type(value) is not kind:
+            raise ValueError(f"{path}: {key} is {value!r:.80}: want a value of type {kind.__name__}")
+    for name, item_kind in (("tokens", str), ("merges", str), ("token_type", int), ("scores", float)):
+        items = metadata.get(f"{_PREFIX}{name}", [])
+        wrong = items if not isinstance(items, list) else [item for item in items if type(item) is not item_kind]
+        if wrong or not isinstance(items, list):
+            raise ValueError(f"{path}: {_PREFIX}{name} has {wrong!r:.80}: want a list of {item_kind.__name__}")
+    pieces, scores = metadata.get(f"{_PREFIX}tokens", []), metadata.get(f"{_PREFIX}scores")
+    longest = max(map(len, pieces), default=0)
+    if longest > MAX_PIECE_CHARACTERS:
+        raise ValueError(f"{path}: {_PREFIX}tokens has one of {longest} characters: at most {MAX_PIECE_CHARACTERS}")
+    if metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE and len(scores or ()) < len(pieces):
+        raise ValueError(f"{path}: {_PREFIX}scores has {len(scores or ())} numbers for {len(pieces)} tokens")
+
+
 def _backend(metadata: Mapping[str, Any], pieces: list[str], path: Path) -> tokenizers.Tokenizer:
     model, pre = metadata.get(f"{_PREFIX}model"), metadata.get(f"{_PREFIX}pre", "gpt-2")
-    kinds = metadata.get(f"{_PREFIX}token_type", [])
-    if model == _SENTENCEPIECE:
-        unknown = _token_id(metadata, "unknown", pieces)
-        backend = sentencepiece_backend(
-            pieces,
-            metadata.get(f"{_PREFIX}scores", []),
-            kinds,
-            unknown=pieces[unknown] if unknown is not None else None,
-            adds_space=metadata.get(f"{_PREFIX}add_space_prefix", True),
-        )
-    elif model == "gpt2" and pre in PRE_TOKENIZERS:
-        backend = _byte_level_backend(metadata, pieces, pre)
-    else:
+    if model != _SENTENCEPIECE and (model != "gpt2" or pre not in PRE_TOKENIZERS):
         raise UnsupportedTokenizerError(
             f"{path} has tokenizer model {model!r} with pre-tokenizer {pre!r}: supported are {_SENTENCEPIECE!r}, and "
             f"'gpt2' with {', '.join(sorted(PRE_TOKENIZERS))}; use the model's Hugging Face directory, which has a "
             "tokenizer.json"
         )
-    backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
-    # Runs of spaces are among them, and SentencePiece looks for them when spaces are written its own way already.
-    backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED, normalized=model == _SENTENCEPIECE))
+    kinds = metadata.get(f"{_PREFIX}token_type", [])
+    with contained(f"{path} has no readable tokenizer"):
+        if model == _SENTENCEPIECE:
+            unknown = _token_id(metadata, "unknown", pieces)
+            backend = sentencepiece_backend(
+                pieces,
+                metadata.get(f"{_PREFIX}scores", []),
+                kinds,
+                unknown=pieces[unknown] if unknown is not None else None,
+                adds_space=metadata.get(f"{_PREFIX}add_space_prefix", True),
+            )
+        else:
+            backend = _byte_level_backend(metadata, pieces, pre)
+        backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
+        # Runs of spaces are among them, and SentencePiece looks for them when spaces are written its own way already.
+        backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED, normalized=model == _SENTENCEPIECE))
     return backend
 
 
@@ -157,4 +187,4 @@ def _end_ids(metadata: Mapping[str, Any], pieces: list[str]) -> list[int]:
 
 def _token_id(metadata: Mapping[str, Any], name: str, pieces: list[str]) -> int | None:
     id_ = metadata.get(f"{_PREFIX}{name}_token_id")
-    return id_ if id_ is not None and id_ < len(pieces) else None
+    return id_ if id_ is not None and 0 <= id_ < len(pieces) else None

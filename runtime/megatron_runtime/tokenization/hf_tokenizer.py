@@ -9,11 +9,13 @@ from typing import Any
 import tokenizers
 
 from megatron_runtime.loading.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
-from megatron_runtime.tokenization.chat_template import ChatTemplate
+from megatron_runtime.tokenization.backend import backend_from_json
+from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
 TOKENIZER_FILE = "tokenizer.json"
 SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
@@ -27,16 +29,12 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
     found = ModelDirectory(directory).file(TOKENIZER_FILE)
     if found is None:
         raise ValueError(f"{file} is missing: complete the directory")
-    content = found.read_bytes(MAX_TOKENIZER_BYTES)
-    try:
-        backend = tokenizers.Tokenizer.from_buffer(content)
-    except Exception as error:  # the library raises bare Exception for every malformed file
-        raise ValueError(f"{file} is not a readable tokenizer: {error}") from error
+    backend = backend_from_json(found.read_bytes(MAX_TOKENIZER_BYTES), name=str(file))
     config = _read_json(directory / SETTINGS_FILE)
     special = {
         name: text
         for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        if (text := _token_text(config.get(name))) is not None
+        if (text := _token_text(config, name)) is not None
     }
     template = _template_source(directory, config) if renders_chat else None
     bos = special.get("bos_token")
@@ -45,8 +43,8 @@ def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> T
         bos_id=backend.token_to_id(bos) if bos is not None else None,
         add_bos=bool(config.get("add_bos_token", False)),
         eos_ids=_end_ids(directory, backend, special.get("eos_token")),
-        chat_template=ChatTemplate(template, special=special) if template else None,
-        context_length=_read_json(directory / "config.json").get("max_position_embeddings"),
+        chat_template=chat_template_of_model(template, special=special) if template else None,
+        context_length=_context_length(directory),
     )
 
 
@@ -70,8 +68,20 @@ def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | Non
     ids = [] if own is None else [own]
     for name in ("generation_config.json", "config.json"):
         listed = _read_json(directory / name).get("eos_token_id")
-        ids.extend(listed if isinstance(listed, list) else [] if listed is None else [listed])
+        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        wrong = next((id_ for id_ in listed if type(id_) is not int or not 0 <= id_ <= MAX_TOKEN_ID), None)
+        if wrong is not None:
+            raise ValueError(f"{directory / name}: eos_token_id has {wrong!r:.80}: want integers in 0..{MAX_TOKEN_ID}")
+        ids.extend(listed)
     return list(dict.fromkeys(ids))
+
+
+def _context_length(directory: Path) -> int | None:
+    file, name = directory / "config.json", "max_position_embeddings"
+    length = _read_json(file).get(name)
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f"{file}: {name} is {length!r:.80}: want a positive integer")
+    return length
 
 
 def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
@@ -80,13 +90,22 @@ def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
         return file.read_text()
     source = config.get("chat_template")
     if isinstance(source, list):
-        named = {entry["name"]: entry["template"] for entry in source}
-        return named.get("default")
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[-1].get("template") if entries else None
+    if source is not None and not isinstance(source, str):
+        raise ValueError(
+            f"{directory / SETTINGS_FILE}: chat_template is {type(source).__name__}: want a string, or a list of "
+            "{name, template}"
+        )
     return source
 
 
-def _token_text(value: Any) -> str | None:
-    return value.get("content") if isinstance(value, dict) else value
+def _token_text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{SETTINGS_FILE}: {name} is {value!r:.80}: want a string, or an object with `content`")
+    return text
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
     try:
         load = tokenizer_from_gguf if path.is_file() else tokenizer_from_directory
         return load(path, renders_chat=renders_chat)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, MemoryError) as error:
         raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
 
 

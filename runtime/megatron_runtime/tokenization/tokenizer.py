@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import tokenizers
 
+from megatron_runtime.tokenization.backend import contained
 from megatron_runtime.tokenization.byte_level import piece_to_bytes
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
 from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
 from megatron_runtime.tokenization.sentencepiece import WORD_START
+from megatron_runtime.tokenization.token_bound import TokenBound
+
+MAX_SHORT_CHARACTERS = 512
+"""A text up to here is encoded by the call with the least overhead, which does not let other threads run."""
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -68,15 +74,26 @@ class Tokenizer:
 
         Bytes that the vocabulary has no token for are left out, as the model's own library does.
         add_special: also add what the model expects around a prompt, such as the begin-of-sequence token.
-        Raises ValueError when the text is not valid Unicode (a lone surrogate).
+        Raises ValueError when the text is not valid Unicode (a lone surrogate), or the library fails on it.
         """
+        ids: list[int]
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special).ids
-        except (UnicodeError, TypeError) as error:
+            text.encode()
+        except UnicodeError as error:
             raise ValueError(f"the text is not valid Unicode: {error}") from error
+        with contained("the text cannot be tokenized"):
+            if len(text) <= MAX_SHORT_CHARACTERS:
+                ids = self._backend.encode(text, add_special_tokens=add_special).ids
+            else:  # only this call lets other threads run meanwhile
+                ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special)[0].ids
         if add_special and self._add_bos and ids[:1] != [self.bos_id]:
             return [self.bos_id, *ids]  # type: ignore[list-item]  # _add_bos implies an id
         return ids
+
+    @cached_property
+    def bound(self) -> TokenBound:
+        """The fewest tokens that a text can have."""
+        return TokenBound.of(self._backend)
 
     def render_chat(
         self,
@@ -85,7 +102,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Return the prompt text of a conversation. Raises ChatTemplateError."""
+        """Return the prompt text of a conversation. Raises ChatTemplateError; see ChatTemplate.render()."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template: use /v1/completions")
         return self.chat_template.render(messages, tools=tools, variables=variables)

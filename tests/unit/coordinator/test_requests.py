@@ -5,6 +5,7 @@ import socket
 
 import pytest
 
+from megatron_runtime.data_parallel_inference_coordinator.client_side import MAX_TEXT_CHARACTERS
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
@@ -227,3 +228,24 @@ async def test_text_needs_a_tokenizer_at_the_coordinator(stage, params) -> None:
     coordinator.client_side.tokenizer = Letters()
     await client.add_request("hi", params(1))
     assert tokens_from_bytes(engine.dispatches[-1].prompt).tolist() == [104, 105]
+
+
+async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_refused(stage, params) -> None:
+    class PanicError(BaseException):
+        """As the tokenizers library raises it."""
+
+    class Fragile:
+        def tokenize(self, text: str) -> list[int]:
+            if "!" in text:
+                raise PanicError("index out of bounds")
+            return [ord(letter) for letter in text]
+
+    coordinator = stage.coordinator()
+    await stage.engine()
+    client = await stage.client()
+    coordinator.client_side.tokenizer = Fragile()
+    with pytest.raises(RequestRejectedError, match="524289 characters: at most 524288"):
+        await client.add_request("x" * (MAX_TEXT_CHARACTERS + 1), params(1))
+    with pytest.raises(RequestRejectedError, match="cannot be tokenized: index out of bounds"):
+        await client.add_request("hi!", params(1))
+    await client.add_request("hi", params(1))

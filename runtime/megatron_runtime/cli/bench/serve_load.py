@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import random
 import time
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ import httpx
 import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, percentile
+from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, printable
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -118,21 +118,30 @@ async def _ask(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answe
     last = time.perf_counter()
     waiting = True
     async with contextlib.aclosing(await _send(http, f"{options.url}/v1/completions", body, answers)) as reply:
+        events = EventReader()
+        try:
+            async for data in reply.aiter_raw():
+                if reply.status_code != 200:
+                    shown = printable(data[:200].decode(errors="replace"))
+                    raise click.ClickException(f"{options.url} answered {reply.status_code}: {shown}")
+                for event in events.feed(data):
+                    answers.tokens += _completion_tokens(event)
+                    if event.get("choices"):
+                        now = time.perf_counter()
+                        (answers.first if waiting else answers.between).append(now - last)
+                        last, waiting = now, False
+        except (StreamFormatError, StreamFailedError) as error:
+            raise click.ClickException(f"{options.url}: {error}") from error
         if reply.status_code != 200:
-            await reply.aread()
-            raise click.ClickException(f"{options.url} answered {reply.status_code}: {reply.text[:200]}")
-        async for line in reply.aiter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                raise click.ClickException(f"{options.url}: {event['error']['message']}")
-            if event.get("usage"):
-                answers.tokens += event["usage"]["completion_tokens"]
-            if event["choices"]:
-                now = time.perf_counter()
-                (answers.first if waiting else answers.between).append(now - last)
-                last, waiting = now, False
+            raise click.ClickException(f"{options.url} answered {reply.status_code}")
+
+
+def _completion_tokens(event: dict[str, Any]) -> int:
+    usage = event.get("usage") or {}
+    count = usage.get("completion_tokens", 0) if isinstance(usage, dict) else None
+    if type(count) is not int:
+        raise StreamFormatError(f"the usage of an event is {usage!r:.80}")
+    return count
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:

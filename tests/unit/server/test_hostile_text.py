@@ -1,0 +1,309 @@
+"""Prompts of megabytes, conversations of tens of thousands of messages, and chat templates that loop.
+
+Other requests are served meanwhile. What ends are the processes that render, never the server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from eventually import LONG_SECONDS, eventually
+
+from megatron_runtime.text_generation_server.errors import ApiError
+from megatron_runtime.text_generation_server.text_work import Lane, TextWork
+from megatron_runtime.tokenization import Tokenizer, chat_template
+
+LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+CHAT = "{% for m in messages %}{{ m.content }}{% endfor %}"
+MEGABYTES = 4 * 1024 * 1024 - 1000
+
+
+class Streams:
+    """One streamed answer after the other, and the longest pause between two events."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.events = 0
+        self.longest_pause = 0.0
+
+    async def read(self) -> None:
+        body = {"model": "smollm2-135m", "prompt": "Hi", "max_tokens": 4000, "ignore_eos": True, "stream": True}
+        last = time.perf_counter()
+        async with httpx.AsyncClient(timeout=LONG_SECONDS) as http:
+            while True:
+                async with http.stream("POST", f"{self._url}/v1/completions", json=body) as reply:
+                    assert reply.status_code == 200
+                    async for line in reply.aiter_lines():
+                        now = time.perf_counter()
+                        self.longest_pause = max(self.longest_pause, now - last)
+                        last = now
+                        self.events += line.startswith("data: {")
+
+    async def flow(self) -> bool:
+        return self.events > 100
+
+
+def peak_bytes(process: psutil.Process) -> int:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+
+
+async def test_megabytes_of_text_disturb_no_stream(served: Any, tokenizer: Tokenizer) -> None:
+    server = served.children()["server"]
+    bodies = {
+        "prompt": [
+            b'{"model": "smollm2-135m", "prompt": "%b"}' % (text.encode() * (MEGABYTES // len(text.encode())))
+            for text in ("1", "The river runs. ", "é", " a") * 3
+        ],
+        "messages": [
+            json.dumps({"model": "smollm2-135m", "messages": [{"role": "user", "content": "x"}] * 60_000}).encode()
+        ],
+    }
+    begun = time.perf_counter()
+    tokenizer._backend.encode("The river runs. " * (1 << 16))
+    seconds_of_a_megabyte = time.perf_counter() - begun
+    before = peak_bytes(server)
+    streams = Streams(served.url)
+    async with httpx.AsyncClient(base_url=served.url, timeout=LONG_SECONDS) as http:
+        reading = asyncio.create_task(streams.read())
+        await eventually(streams.flow, what="answers are streamed", look_seconds=0.01)
+
+        async def post(param: str, body: bytes) -> None:
+            path = "/v1/completions" if param == "prompt" else "/v1/chat/completions"
+            reply = await http.post(path, content=body, headers={"Content-Type": "application/json"})
+            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+
+        await asyncio.gather(*(post(param, body) for param in bodies for body in bodies[param]))
+        assert not reading.done(), "a stream failed"
+        reading.cancel()
+    # Each prompt has four megabytes. Before, the server stood still for all of one, at least.
+    print(f"longest pause {streams.longest_pause:.3f} s, a megabyte {seconds_of_a_megabyte:.3f} s")
+    print(f"memory +{(peak_bytes(server) - before) >> 20} MiB")
+    assert streams.longest_pause < 2 * seconds_of_a_megabyte
+    assert peak_bytes(server) - before < 400 << 20
+
+
+async def test_the_renderers_end_with_a_server_that_is_killed(served: Any) -> None:
+    async with httpx.AsyncClient(base_url=served.url, timeout=LONG_SECONDS) as http:
+        body = {"model": "smollm2-135m", "max_tokens": 1, "messages": [{"role": "user", "content": "Hi"}]}
+        assert (await http.post("/v1/chat/completions", json=body)).status_code == 200
+    server = served.children()["server"]
+    renderers = [child for child in server.children() if any("chat_sandbox" in part for part in child.cmdline())]
+    assert renderers
+    server.send_signal(signal.SIGKILL)
+
+    async def are_gone() -> bool:
+        return not any(renderer.is_running() for renderer in renderers)
+
+    await eventually(are_gone, what="the renderers have ended")
+
+
+@pytest.fixture
+def quick_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "RENDER_SECONDS", 1.0)
+
+
+@pytest.mark.usefixtures("quick_limit")
+async def test_a_template_that_loops_over_one_conversation_fails_that_alone(start_with_template: Any) -> None:
+    running = await start_with_template("{% if messages[0].content == 'loop' %}" + LOOP + "{% endif %}" + CHAT)
+    looping = asyncio.create_task(running.chat("loop"))
+    await eventually(_renders(2, looping), what="a renderer is busy", look_seconds=0.01)
+    others = [await running.chat(f"Hi {number}") for number in range(4)]
+    assert [reply.status_code for reply in others] == [200] * 4
+    assert not looping.done()
+    reply = await looping
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert "it took longer than 1 s" in reply.json()["error"]["message"]
+    assert (await running.chat("Hi")).status_code == 200
+    assert (await running.http.get("/readyz")).status_code == 200
+
+
+def _renders(count: int, task: asyncio.Task[Any]) -> Any:
+    async def busy() -> bool:
+        return task.done() or any(
+            psutil.Process(pid).cpu_times().user > 0.3
+            for pid in chat_template.renderer_pids()
+            if psutil.pid_exists(pid)
+        )
+
+    return busy
+
+
+@pytest.mark.usefixtures("quick_limit")
+async def test_a_template_that_always_loops_is_named(start_with_template: Any) -> None:
+    running = await start_with_template(LOOP + CHAT)
+    for _ in range(2):
+        reply = await running.chat("Hi")
+        assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_unusable")
+        assert "the model's chat template cannot render any conversation" in reply.json()["error"]["message"]
+    assert (await running.http.get("/readyz")).status_code == 200
+    assert (await running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ " + "(" * 100_000 + "1" + ")" * 100_000 + " }}",
+        "{% if 1 %}" * 5000 + "{% endif %}" * 5000,
+        "{{ " + "not " * 50_000 + "a }}",
+        "{% if %}",
+        "x" * (chat_template.MAX_TEMPLATE_CHARACTERS + 1),
+        "{{ " + "9" * 300_000 + " ** 9 ** 9 }}",
+    ],
+    ids=["parentheses", "blocks", "operators", "syntax", "size", "number"],
+)
+async def test_a_template_that_does_not_compile_leaves_the_server_ready(
+    template: str, start_with_template: Any
+) -> None:
+    running = await start_with_template(template)
+    reply = await running.chat("Hi")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "chat_template_unusable")
+    assert "the model's chat template" in reply.json()["error"]["message"]
+    assert (await running.http.get("/readyz")).status_code == 200
+    assert (await running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi"})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{{ 'x' * 10**10 }}",
+        "{{ '%99999999999d' % 1 }}",
+        "{% macro f(x) %}{{ f(x) }}{% endmacro %}{{ f(1) }}",
+        "{% set ns = namespace(x='aaaa') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}{{ ns.x }}",
+    ],
+    ids=["range", "product", "width", "recursion", "doubling"],
+)
+async def test_a_template_that_builds_too_much_is_an_error_of_the_request(
+    template: str, start_with_template: Any
+) -> None:
+    running = await start_with_template(template)
+    before = psutil.Process().memory_info().rss
+    reply = await running.chat("Hi")
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages")
+    assert psutil.Process().memory_info().rss - before < 100 << 20
+    assert (await running.http.get("/readyz")).status_code == 200
+
+
+async def test_a_prompt_that_cannot_fit_is_rejected_by_its_bytes_alone(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokenized: list[str] = []
+    encode = Tokenizer.encode
+
+    def counted(self: Tokenizer, text: str, **options: Any) -> list[int]:
+        tokenized.append(text)
+        return encode(self, text, **options)
+
+    monkeypatch.setattr(Tokenizer, "encode", counted)
+    text = "1" * 9000
+    messages = [{"role": "user", "content": text}]
+    for path, body, param in (
+        ("completions", {"prompt": text}, "prompt"),
+        ("completions", {"prompt": ["Hi", text]}, "prompt[1]"),
+        ("chat/completions", {"messages": messages}, "messages"),
+        ("tokenize", {"prompt": text}, "prompt"),
+        ("tokenize", {"messages": messages}, "messages"),
+    ):
+        error = (await running.post(f"/v1/{path}", {"model": "smollm2", **body})).json()["error"]
+        assert (error["code"], error["param"]) == ("context_length_exceeded", param)
+        assert "the prompt alone is at least 90" in error["message"]
+    assert set(tokenized) <= {"Hi"}
+
+
+async def test_many_short_prompts_leave_the_event_loop_free(running: Any) -> None:
+    """Together they are long, so none of them is tokenized on the event loop."""
+    prompts = ["The river runs to the sea. " * 70] * 64
+    begun = time.perf_counter()
+    for prompt in prompts:
+        running.tokenizer.encode(prompt)
+    seconds_of_all = time.perf_counter() - begun
+    asked = asyncio.create_task(
+        running.post("/v1/completions", {"model": "smollm2", "prompt": prompts, "max_tokens": 1})
+    )
+    longest, last = 0.0, time.perf_counter()
+    while len(running.backend.requests) < len(prompts) and not asked.done():
+        await asyncio.sleep(0)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert (await asked).status_code == 200
+    assert longest < max(seconds_of_all, 0.1)
+
+
+async def test_long_lists_of_tokens_become_text_between_other_requests(running: Any, tokenizer: Tokenizer) -> None:
+    tokens = tokenizer.encode("naïve 🦙 river ") * 4000
+    reply = await running.post("/v1/detokenize", {"tokens": tokens})
+    assert reply.json()["prompt"] == tokenizer.decode(tokens, skip_special=False)
+
+
+class TestTextWork:
+    async def test_short_texts_do_not_wait_for_long_ones(self) -> None:
+        work, gate = TextWork(), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def blocked() -> str:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+            return "long"
+
+        long = [asyncio.create_task(work.run(Lane.LONG, 1, blocked)) for _ in range(5)]
+        assert await work.run(Lane.MEDIUM, 1, lambda: "medium") == "medium"
+        assert await work.run(Lane.RENDER, 1, lambda: "rendered") == "rendered"
+        gate.set()
+        assert await asyncio.gather(*long) == ["long"] * 5
+        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
+        work.close()
+
+    async def test_what_waits_is_bounded_and_in_order(self) -> None:
+        work, gate = TextWork(max_held_bytes=100), asyncio.Event()
+        loop = asyncio.get_running_loop()
+        done: list[int] = []
+
+        def first() -> None:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+
+        tasks = [asyncio.create_task(work.run(Lane.LONG, 40, first))]
+        tasks += [asyncio.create_task(work.run(Lane.LONG, 20, lambda n=n: done.append(n))) for n in range(3)]
+        await eventually(_holds(work, 100), what="all of it is held", look_seconds=0.01)
+        with pytest.raises(ApiError) as raised:
+            await work.run(Lane.MEDIUM, 1, lambda: None)
+        assert (raised.value.status, raised.value.code) == (503, "too_much_text")
+        tasks[2].cancel()
+        await eventually(_holds(work, 80), what="who left holds nothing", look_seconds=0.01)
+        gate.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert done == [0, 2]
+        # One that is larger than all may be held is taken while there is no other.
+        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
+        assert await work.run(Lane.LONG, 1000, lambda: "alone") == "alone"
+        work.close()
+
+    async def test_what_waits_too_long_is_an_error(self) -> None:
+        work, gate = TextWork(max_wait_seconds=0.05), asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def blocked() -> None:
+            asyncio.run_coroutine_threadsafe(gate.wait(), loop).result()
+
+        first = asyncio.create_task(work.run(Lane.LONG, 1, blocked))
+        for waiting in (first, asyncio.create_task(work.run(Lane.LONG, 1, blocked))):
+            with pytest.raises(ApiError) as raised:
+                await waiting
+            assert (raised.value.status, raised.value.retry_after_seconds) == (503, 1)
+        gate.set()
+        await eventually(_holds(work, 0), what="nothing is held", look_seconds=0.01)
+        work.close()
+
+
+def _holds(work: TextWork, size: int) -> Any:
+    async def holds() -> bool:
+        return work.held_bytes == size
+
+    return holds
