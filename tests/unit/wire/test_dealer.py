@@ -83,7 +83,9 @@ async def test_messages_both_ways_with_a_router_of_zeromqs(dealer, with_keys: bo
 async def test_a_router_with_another_key_gets_nothing(make_port, keys, dealer) -> None:
     port = make_port(keys=keys)
     right = PeerKeys.load(keys, Role.CLIENT)
-    wrong = PeerKeys(own=right.own, server_public=KeyPair.generate().public, other_server_publics=(right.server_public,))
+    wrong = PeerKeys(
+        own=right.own, server_public=KeyPair.generate().public, other_server_publics=(right.server_public,)
+    )
     stranger, _ = dealer(port.address, keys=wrong)
     other, _ = dealer(port.address, keys=wrong, attempt=1)
     await say(other, [b"by the second key"])
