@@ -30,17 +30,19 @@ class UnpackLimits:
     containers: lists and maps.
     depth:      levels of lists and maps within each other.
     text_bytes: bytes of one string, or of one binary value; None: as many as the frame has.
+    frame_bytes: of all; None: as many as the port takes.
     """
 
     elements: int
     containers: int
     depth: int = 32
     text_bytes: int | None = None
+    frame_bytes: int | None = None
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
 """A message of the request path: a few fields, and bodies that stay bytes."""
-CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536)
+CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
 """Control messages, and the Megatron protocol where a port does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
 """Messages of the Megatron protocol, which carry tokens and log-probs as lists; log-probs at a coordinator."""
@@ -76,6 +78,8 @@ def unpack(
         MalformedMessageError: for bytes that are not one msgpack value, or that exceed `limits`.
     """
     size = len(data)
+    if limits.frame_bytes is not None and size > limits.frame_bytes:
+        raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.frame_bytes}")
     most = min(limits.elements, size)
     left, containers = limits.elements, 0
 

@@ -1,4 +1,4 @@
-"""The DEALER of the operator's link: it speaks with ROUTERs of ours and of ZeroMQ's, and what it takes in is bounded."""
+"""The DEALER of the operator's link: it speaks with ROUTERs of ours and of ZeroMQ's. What it takes in is bounded."""
 
 from __future__ import annotations
 
