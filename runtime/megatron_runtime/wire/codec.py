@@ -51,6 +51,8 @@ PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 """Log-probs and replies, where the process that asked for them reads them."""
 
+_SMALL_BYTES = 4096
+_FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
 """msgpack allocates a list when it reads its length. Within 1024 nested lists, its own limit, so many elements each
 take 8 MiB; beyond it the lengths are compared with the bytes that are there first."""
@@ -117,6 +119,18 @@ def unpack(
     if containers > limits.depth and _is_deeper(value, limits.depth):
         raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.depth} lists and maps in each other")
     return value
+
+
+def unpack_request(data: bytes) -> Any:
+    """unpack(data, REQUEST), which it is for every request and every partial: a small frame cannot become much."""
+    if len(data) > _SMALL_BYTES:
+        return unpack(data, REQUEST)
+    try:
+        return msgpack.unpackb(
+            data, raw=False, strict_map_key=False, max_array_len=_FIELDS, max_map_len=_FIELDS, max_ext_len=0
+        )
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack within its limits: {error}") from error
 
 
 def header_of(frame: bytes) -> int | None:
