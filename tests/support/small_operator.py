@@ -243,17 +243,22 @@ def new_operator(
     term: int,
     woken: asyncio.Event | None = None,
     resync_seconds: float = 1e9,
+    address: str = "tcp://127.0.0.1:9",
+    leader: Any = None,
 ) -> ResourceTask:
-    """A process that has just become the leader: nothing is remembered."""
+    """A process that has just become the leader: nothing is remembered.
+
+    leader: one that several resources share.
+    """
     key = ("default", api.cluster.name)
     played: Any = api
     cache = ResourceCache(uid=OWNER_UID, key=key, index=watch.index)
-    leader: Any = Leader(term)
+    leader = leader or Leader(term)
     writer = Writer(played, guard=leader.check, count=lambda verb, kind: None)
     observing = ObserverSettings(
         settings=api.cluster.settings,
         admin=None,
-        resolve=lambda *_: "inproc://",
+        resolve=lambda *_: address,
         resync_seconds=1e9,
         audits=asyncio.Semaphore(2),
     )

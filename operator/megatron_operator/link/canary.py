@@ -85,8 +85,8 @@ def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
     except MalformedMessageError as error:
         return CanaryReport(revision, ok=False, message=f"the completion cannot be read: {error}")
     reply = reply if isinstance(reply, dict) else {}
-    reported = reply.get("error")
-    reason = reported if isinstance(reported, dict) else {}
+    found = reply.get("error")
+    reason: dict[Any, Any] = found if isinstance(found, dict) else {}
     if reason.get("code") in list(PASSING):
         return None
     fault = _fault(canary, answer, reply, said=reason.get("message", "without a reason"))

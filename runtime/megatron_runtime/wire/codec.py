@@ -30,17 +30,19 @@ class UnpackLimits:
     containers: lists and maps.
     depth:      levels of lists and maps within each other.
     text_bytes: bytes of one string, or of one binary value; None: as many as the frame has.
+    frame_bytes: of all; None: as many as the port takes.
     """
 
     elements: int
     containers: int
     depth: int = 32
     text_bytes: int | None = None
+    frame_bytes: int | None = None
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
 """A message of the request path: a few fields, and bodies that stay bytes."""
-CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536)
+CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
 """Control messages, and the Megatron protocol where a port does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
 """Messages of the Megatron protocol, which carry tokens and log-probs as lists; log-probs at a coordinator."""
@@ -49,6 +51,8 @@ PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 """Log-probs and replies, where the process that asked for them reads them."""
 
+_SMALL_BYTES = 4096
+_FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
 """msgpack allocates a list when it reads its length. Within 1024 nested lists, its own limit, so many elements each
 take 8 MiB; beyond it the lengths are compared with the bytes that are there first."""
@@ -76,6 +80,8 @@ def unpack(
         MalformedMessageError: for bytes that are not one msgpack value, or that exceed `limits`.
     """
     size = len(data)
+    if limits.frame_bytes is not None and size > limits.frame_bytes:
+        raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.frame_bytes}")
     most = min(limits.elements, size)
     left, containers = limits.elements, 0
 
@@ -113,6 +119,18 @@ def unpack(
     if containers > limits.depth and _is_deeper(value, limits.depth):
         raise MalformedMessageError(f"frame of {size} bytes: want at most {limits.depth} lists and maps in each other")
     return value
+
+
+def unpack_request(data: bytes) -> Any:
+    """unpack(data, REQUEST), which it is for every request and every partial: a small frame cannot become much."""
+    if len(data) > _SMALL_BYTES:
+        return unpack(data, REQUEST)
+    try:
+        return msgpack.unpackb(
+            data, raw=False, strict_map_key=False, max_array_len=_FIELDS, max_map_len=_FIELDS, max_ext_len=0
+        )
+    except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:
+        raise MalformedMessageError(f"frame of {len(data)} bytes is not msgpack within its limits: {error}") from error
 
 
 def header_of(frame: bytes) -> int | None:

@@ -9,7 +9,7 @@ MAX_OPERATION_ID_BYTES = 64
 MAX_SALT_CHARACTERS = 256
 MAX_TEXT_CHARACTERS = 4096
 """Of an error, a reason or a source. Errors and reasons are cut to it."""
-MAX_ENGINES = 4096
+MAX_ENGINES = 2048
 """Registered at once."""
 
 MAX_FENCE = 1 << 53

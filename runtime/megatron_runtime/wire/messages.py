@@ -28,6 +28,7 @@ from megatron_runtime.wire.codec import (
     tokens_from_bytes,
     tokens_to_bytes,
     unpack,
+    unpack_request,
 )
 from megatron_runtime.wire.control_messages import (
     Control,
@@ -130,10 +131,9 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
         return Plain([])
     header = header_of(frame)
     if header in request_messages.DECODERS:
-        bounds = REQUEST
+        items = unpack_request(frame)
     else:
-        bounds = CONTROL if header in control_messages.HEADERS else plain
-    items = unpack(frame, bounds)
+        items = unpack(frame, CONTROL if header in control_messages.HEADERS else plain)
     if type(items) is not list or not items or type(items[0]) is not int:
         raise MalformedMessageError(f"frame {shown(items)}: want a list that begins with an integer header")
     number = items[0]

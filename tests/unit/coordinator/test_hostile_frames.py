@@ -8,6 +8,7 @@ import zmq
 from hostile_frames import HostileFrames
 
 from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
     Control,
@@ -166,3 +167,65 @@ async def test_bodies_that_are_not_what_they_should_be_reach_the_engine_and_no_f
     await engine.until(lambda: engine.dispatches)
     assert engine.dispatches[0].params == b"\xc1 not msgpack"
     assert len(coordinator.dispatcher.journal) == 1
+
+
+ABSURD = [
+    (Role.ENGINE, "fence", (1 << 53) + 1),
+    (Role.ENGINE, "fence", (1 << 64) - 1),
+    (Role.ENGINE, "fence", -1),
+    (Role.ENGINE, "epoch", 1 << 63),
+    (Role.ENGINE, "epoch", (1 << 53) + 1),
+    (Role.ENGINE, "epoch", -1),
+    (Role.ENGINE, "ranks", 1 << 31),
+    (Role.ENGINE, "max_requests", -1),
+    (Role.ENGINE, "block_size_tokens", 1 << 40),
+    (Role.ENGINE, "revision", "r" * 5000),
+    (Role.CLIENT, "model", "m" * 200),
+]
+
+
+@pytest.mark.parametrize(("role", "field", "value"), ABSURD)
+async def test_a_hello_with_an_absurd_value_is_malformed(stage, sockets, role, field, value) -> None:
+    """An engine's fence, or epoch, of 2**63 would be believed by a coordinator that recovers, and refuse all verbs."""
+    coordinator = stage.coordinator()
+    hello = {"role": int(role), "name": "absurd", "incarnation": 1, "serving": True, "state": "RUNNING", field: value}
+    error = await ask(sockets(stage.address(role)), [pack([int(Header.HELLO), hello])])
+    assert error.code is ErrorCode.MALFORMED
+    assert f"field {field}" in error.message
+    assert coordinator.counters.rejected["malformed"] == 1
+    assert len(coordinator.engines) == len(coordinator.clients) == 0
+    assert (coordinator.verbs.fence, coordinator.verbs.epoch) == (0, 0)
+
+
+@pytest.mark.parametrize("heartbeat", [{"epoch": 1 << 63}, {"busy_for": float("inf")}, {"steps": -1}])
+async def test_a_heartbeat_with_an_absurd_value_changes_nothing(stage, heartbeat) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine()
+    engine.socket.send([pack([int(Header.HEARTBEAT), {"incarnation": 1, **heartbeat}])])
+    await engine.until(lambda: engine.errors)
+    assert engine.errors[-1].code is ErrorCode.MALFORMED
+    assert coordinator.engines.named("engine-0").epoch == 0
+
+
+async def test_an_admins_fence_above_the_maximum_is_rejected_and_the_next_is_not(stage) -> None:
+    coordinator = stage.coordinator()
+    await stage.engine()
+    link = await stage.admin()
+    for fence in ((1 << 53) + 1, (1 << 64) - 1):
+        body = {"operation_id": "o", "fence": fence}
+        link._link.send([pack([int(Header.PAUSE), body])])
+    await stage.until(lambda: coordinator.counters.rejected["malformed"] == 2)
+    assert coordinator.verbs.fence == 0
+    assert (await link.control(Header.PAUSE, operation_id="p", fence=1)).ok
+
+
+async def test_engines_are_bounded_in_number(stage, sockets, monkeypatch) -> None:
+    monkeypatch.setattr(limits, "MAX_ENGINES", 1)
+    coordinator = stage.coordinator()
+    engine = await stage.engine("first")
+    error = await ask(
+        sockets(stage.address(Role.ENGINE)), Hello(role=Role.ENGINE, name="second", incarnation=2).to_frames()
+    )
+    assert error.code is ErrorCode.UNAVAILABLE
+    assert [one.name for one in coordinator.engines] == ["first"]
+    assert engine.errors == []
