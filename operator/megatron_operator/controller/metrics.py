@@ -119,6 +119,9 @@ class _Resources(Collector):
                 conditions.add_metric([*key, entry["type"], entry["status"], entry["reason"]], 1)
             if reading.coordinator.reachable:
                 queued.add_metric(key, reading.coordinator.queue_length)
+                # Whatever else a coordinator calls an engine is no label here.
+                known = {entry["name"] for entry in reading.status.get("engines") or ()}
                 for engine in reading.coordinator.engines:
-                    in_flight.add_metric([*key, engine.name], engine.in_flight)
+                    if engine.name in known:
+                        in_flight.add_metric([*key, engine.name], engine.in_flight)
         yield from (state, conditions, queued, in_flight)

@@ -93,8 +93,8 @@ def absent_engines(scene: Scene) -> list[EngineView]:
 
 def engines_wait(scene: Scene) -> Finding:
     """Why engines that should serve do not, as reason and object of "waiting for"."""
-    if scene.rendered.template_error is not None:
-        reason, message = scene.rendered.template_error
+    if scene.rendered.engine_error is not None:
+        reason, message = scene.rendered.engine_error
         return reason, f"the engines: {message}"
     absent = absent_engines(scene) or [engine for engine in scene.wanted if not engine.serving]
     for engine in absent:

@@ -122,8 +122,11 @@ class Rendered:
     @cached_property
     def template_error(self) -> Finding | None:
         """Why a podTemplate cannot be merged or is not allowed, if so."""
-        if self.shared[1]:
-            return next(iter(self.shared[1].values()))
+        return next(iter(self.shared[1].values()), self.engine_error)
+
+    @cached_property
+    def engine_error(self) -> Finding | None:
+        """Why the engines cannot be rendered, if so."""
         if self.ctx.spec.replicas == 0 or self.engine_manifest(0) is not None:
             return None
         try:

@@ -42,20 +42,10 @@ INJECTING_DOMAINS = (
     *("infisical.com", "external-secrets.io", "conjur.org", "kyverno.io", "sysdig.com", "newrelic.com", "instana.io"),
 )
 """Domains of keys by which admission webhooks, container runtimes and network plugins change a pod."""
-INJECTING_KEYS = (
-    "io.katacontainers.*",
-    "io.kubernetes.*",
-    "io.containerd.*",
-    "io.cilium*",
-    "run.oci.*",
-    "aadpodidbinding",
-)
+INJECTING_KEYS = ("io.katacontainers.*", "io.kubernetes.*", "io.containerd.*", "io.cilium*", "run.oci.*", "aadpod*")
 """The same for keys without a domain before a slash."""
 HARMLESS_DOMAINS = (
-    "app.kubernetes.io",
-    "cluster-autoscaler.kubernetes.io",
-    "kubectl.kubernetes.io",
-    "scheduling.k8s.io",
+    *("app.kubernetes.io", "cluster-autoscaler.kubernetes.io", "kubectl.kubernetes.io", "scheduling.k8s.io"),
 )
 MOUNT_ROOTS = ("/mnt", "/data", "/models", "/scratch", "/srv", "/dev/shm", "/dev/hugepages")
 """Where volumes may be mounted in rendered containers: no image holds programs or settings there."""
@@ -232,7 +222,6 @@ def _keys(value: Any, path: str, request: Request) -> Iterator[Violation]:
 
 def _variable(value: Any, path: str, request: Request) -> Iterator[Violation]:
     name = value if isinstance(value, str) else ""
-    # Their names are case-sensitive, but for those that libraries look up in either case.
     if name in request.policy.environment:
         return
     if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_.-]*", name):

@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 
 import click
 
+from megatron_runtime.wire.text import printable
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
@@ -99,13 +101,24 @@ def tool_call_parser(command: _F) -> _F:
     return option(command)
 
 
+class LogFormatter(logging.Formatter):
+    """One line a record, escaped; tracebacks are indented. Names of peers and texts of clients cannot pass for records
+    of their own or change what a terminal shows."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        return printable(super().formatMessage(record))
+
+    def formatException(self, ei: Any) -> str:
+        return "\n".join(f"    {line}" for line in printable(super().formatException(ei), lines=True).split("\n"))
+
+
 def log_level(command: _F) -> _F:
     """Add `--log-level` and set logging up."""
 
     def configure(ctx: click.Context, param: click.Parameter, value: str) -> None:
-        logging.basicConfig(
-            level=value.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"
-        )
+        handler = logging.StreamHandler()
+        handler.setFormatter(LogFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s", datefmt="%H:%M:%S"))
+        logging.basicConfig(level=value.upper(), handlers=[handler])
 
     option = click.option(
         "--log-level",

@@ -15,12 +15,14 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from prometheus_client import generate_latest
 from small_cluster import MINIMAL, Cluster
 
 import megatron_operator
 from megatron_operator.cli import main
 from megatron_operator.cluster.events import Recorder
 from megatron_operator.controller.log import JsonFormatter, TextFormatter
+from megatron_operator.controller.metrics import Metrics, Reading
 from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import OperationOutcome, SignalKind
 from megatron_operator.model.text import printable, printable_data
@@ -256,6 +258,19 @@ def test_commands_print_nothing_that_a_terminal_acts_upon(tmp_path: Path, spec: 
     assert result.exception is None or isinstance(result.exception, SystemExit)
     assert unprintable(result.output, lines=True) == []
     assert "forged: line" not in [line.strip() for line in result.output.split("\n")]
+
+
+def test_metrics_name_the_engines_of_the_resource_and_no_others(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    seen = cluster.coordinator.snapshot()
+    foreign = replace(seen.engines[0], name=SECRET)
+    metrics = Metrics()
+    coordinator = replace(seen, engines=(*seen.engines, foreign))
+    metrics.show(lambda: [Reading("default", "demo", cluster.status, coordinator)])
+    page = generate_latest(metrics.registry).decode()
+    assert 'engine="demo-engine-0"' in page
+    assert SECRET not in page
 
 
 def test_commands_write_through_one_module() -> None:

@@ -527,6 +527,15 @@ def test_a_new_resource_that_is_not_allowed_gets_no_engine(make_cluster: Any) ->
     assert cluster.condition("Ready")["reason"] == "NotAllowed"
 
 
+def test_each_component_is_blamed_for_its_own_template_alone(make_cluster: Any) -> None:
+    cluster = make_cluster(server={"podTemplate": pod(hostPID=True)})
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    assert cluster.condition("Degraded")["reason"] == "NotAllowed"
+    assert cluster.condition("CoordinatorReady")["status"] == "True"
+    assert "no such weights" in cluster.condition("EnginesReady")["message"]
+
+
 def test_an_engine_keeps_its_number_of_pods_until_its_turn(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()

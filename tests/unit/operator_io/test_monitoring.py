@@ -29,7 +29,11 @@ SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 
 def metrics_with_a_resource() -> Metrics:
     metrics = Metrics()
-    status = {"state": "Running", "conditions": [{"type": "Ready", "status": "True", "reason": "Serving"}]}
+    status = {
+        "state": "Running",
+        "conditions": [{"type": "Ready", "status": "True", "reason": "Serving"}],
+        "engines": [{"name": "demo-engine-0"}],
+    }
     engine = EngineReport("demo-engine-0", "demo-engine-0", EngineState.RUNNING, in_flight=3)
     snapshot = CoordinatorSnapshot(reachable=True, engines=(engine,), queue_length=2)
     metrics.show(lambda: [Reading("default", "demo", status, snapshot)])

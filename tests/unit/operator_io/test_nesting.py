@@ -35,7 +35,7 @@ def levels_of(value: Any) -> int:
     return depth
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(JSON)
 def test_what_is_not_deep_stays_as_it_is(value: Any) -> None:
     text = json.dumps(value).encode()
@@ -45,7 +45,7 @@ def test_what_is_not_deep_stays_as_it_is(value: Any) -> None:
     assert shallow(wide) == wide
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(JSON, JSON)
 def test_what_stands_beside_something_deep_stays_as_it_is(before: Any, after: Any) -> None:
     text = f'{{"before": {json.dumps(before)}, "deep": {nested(1_200)}, "after": {json.dumps(after)}}}'
