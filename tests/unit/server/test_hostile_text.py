@@ -79,15 +79,17 @@ async def test_megabytes_of_text_disturb_no_stream(served: Any, tokenizer: Token
         async def post(param: str, body: bytes) -> None:
             path = "/v1/completions" if param == "prompt" else "/v1/chat/completions"
             reply = await http.post(path, content=body, headers={"Content-Type": "application/json"})
-            assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), reply.text
+            assert reply.status_code == 400, reply.text
+            if param == "prompt":
+                assert reply.json()["error"]["code"] == "context_length_exceeded"
 
         await asyncio.gather(*(post(param, body) for param in bodies for body in bodies[param]))
         assert not reading.done(), "a stream failed"
         reading.cancel()
-    # Each prompt has four megabytes. Before, the server stood still for all of one, at least.
+    # The texts have 48 megabytes. A server that tokenizes them on its event loop stalls for all of them.
     print(f"longest pause {streams.longest_pause:.3f} s, a megabyte {seconds_of_a_megabyte:.3f} s")
     print(f"memory +{(peak_bytes(server) - before) >> 20} MiB")
-    assert streams.longest_pause < 2 * seconds_of_a_megabyte
+    assert streams.longest_pause < 4 * seconds_of_a_megabyte
     assert peak_bytes(server) - before < 400 << 20
 
 
