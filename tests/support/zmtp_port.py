@@ -43,7 +43,7 @@ class Port:
             connections=self.connections,
             handshake=NullHandshake if keys is None else self._curve(role),
             on_message=lambda peer, frames: self.on_message(peer, frames),
-            on_gone=self.gone.put_nowait,
+            on_gone=lambda peer, by_peer: self.gone.put_nowait(peer),
             on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
             max_message_bytes=LIMIT,
             send_buffer_bytes=1 << 16,

@@ -22,6 +22,7 @@ from megatron_runtime.wire.codec import (
     unpack,
 )
 from megatron_runtime.wire.control_messages import (
+    ENGINE_FAILED,
     Control,
     ControlAck,
     ControlCommit,
@@ -30,6 +31,7 @@ from megatron_runtime.wire.control_messages import (
     EngineOutcome,
     EngineStatus,
     Error,
+    FailedRequest,
     Heartbeat,
     Hello,
     HelloAck,
@@ -52,6 +54,7 @@ from megatron_runtime.wire.request_messages import (
 )
 
 __all__ = [
+    "ENGINE_FAILED",
     "Abort",
     "Control",
     "ControlAck",
@@ -63,6 +66,7 @@ __all__ = [
     "EngineStatus",
     "Error",
     "EvictedBlocks",
+    "FailedRequest",
     "Final",
     "Frames",
     "Heartbeat",
