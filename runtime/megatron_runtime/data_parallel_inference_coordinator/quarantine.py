@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 from megatron_runtime.data_parallel_inference_coordinator.clock import Clock, Timer
@@ -273,14 +274,18 @@ class Quarantine:
     def _has_stood(self, trial: Entry) -> bool:
         """Whether the suspect on trial is past the point of its last crash.
 
-        Where that is not known in tokens, it has to run alone for as long as it may have run before that crash.
+        Where that is not known in tokens, it is where the suspect stands once it has run alone for as long as it may
+        have run before any of its crashes.
         """
         if trial.meta.streaming:
             return _is_past(trial)
-        last = trial.crashes[-1]
-        before = trial.crashes[-2].at if len(trial.crashes) > 1 else trial.arrived
-        lasted = self._clock.time() - self._trial_since
-        return trial.progress >= ACQUITTAL_TOKENS and lasted >= last.at - before
+        if trial.crash_position is None:
+            moments = [trial.arrived, *(crash.at for crash in trial.crashes)]
+            longest = max(after - before for before, after in pairwise(moments))
+            if self._clock.time() - self._trial_since >= longest:
+                trial.crash_position = trial.progress
+            return False
+        return trial.progress >= trial.crash_position + ACQUITTAL_TOKENS
 
     def _acquit(self, entry: Entry) -> None:
         """It stays where it is if no other suspect needs the engine."""
@@ -315,9 +320,9 @@ class Quarantine:
 
 
 def _is_past(entry: Entry) -> bool:
-    """Whether a request is so far past its last crash that it cannot have been the cause."""
+    """Whether a request that streams is so far past the point of its last crash that it is not taken for the cause."""
     before = entry.crash_position
-    return before is not None and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
+    return before is not None and entry.meta.streaming and entry.tokens_so_far >= before + ACQUITTAL_TOKENS
 
 
 def _is_empty(engine: Engine) -> bool:
