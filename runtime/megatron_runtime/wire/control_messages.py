@@ -200,7 +200,7 @@ class FailedRequest(BaseModel):
     """A request that the coordinator failed because it ends engines."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
-    uid: Annotated[str, Field(max_length=2 * limits.UID_BYTES)]
+    uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
     """In hexadecimal digits."""
     engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
     """Those that it ended, the first first."""
