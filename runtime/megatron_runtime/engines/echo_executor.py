@@ -6,6 +6,7 @@ wrongly, a token lost or doubled, a request continued in the wrong place all cha
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import time
@@ -156,7 +157,9 @@ class EchoExecutor:
         for fault in self._faults.of(CrashOnToken):
             first = self._cache[plan.block_tables[:, 0] * self.page_size]
             if np.any((first == fault.token) & (plan.context_lengths >= fault.length)):
-                os.kill(os.getpid(), signal.Signals[fault.signal])
+                if fault.signal == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                ctypes.string_at(0)
 
     def _take_time(self) -> None:
         """Stand in for arithmetic, with the faults of this step."""
