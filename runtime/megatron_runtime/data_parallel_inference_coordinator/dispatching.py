@@ -293,7 +293,7 @@ class Dispatcher:
         if engine is None:
             self.queue.discard(entry)
             return
-        self._send(engine.peer, Abort(entry.dispatch_id).to_frames())
+        self.withdraw(entry)
         del engine.in_flight[entry.dispatch_id]
         self._remember(entry, engine)
         entry.engine, entry.dispatch_id = None, 0

@@ -160,8 +160,7 @@ class Quarantine:
         crash = self._cuts.pop(name, None)
         if crash is None:
             return
-        accused = self._accused
-        decides = accused is not None and crash in accused.crashes
+        decides = self._accused is not None and self._accused.crashes[-1] is crash
         if has_outlived:
             crash.counts = False
             if decides:
@@ -194,7 +193,7 @@ class Quarantine:
         """Suspects whose crashes are explained rejoin the others."""
         for entry in sorted(self._waiting.values(), key=lambda entry: entry.arrived, reverse=True):
             if not self.suspects(entry):
-                del self._waiting[entry.uid]
+                self.forget(entry)
                 self._surroundings.wait_first(entry)
         if self._trial is not None and not self.suspects(self._trial):
             self._acquit(self._trial)
@@ -210,7 +209,7 @@ class Quarantine:
         self._surroundings.limit_wait(entry)
 
     def forget(self, entry: Entry) -> None:
-        """The request is over."""
+        """The request is over, or no suspect any more."""
         self._waiting.pop(entry.uid, None)
         if self._trial is entry:
             self._trial = None
@@ -314,6 +313,7 @@ class Quarantine:
         ], "an engine is reserved for nothing"
         trial = self._trial
         if trial is not None:
+            assert trial.engine is not None, "a suspect runs on no engine"
             assert trial.engine is self._reserved, "a suspect runs on an engine that is not reserved"
             assert list(trial.engine.in_flight.values()) == [trial], "a suspect does not run alone"
         assert self._accused is None or self._accused.uid in self._waiting, "an accused request does not wait"

@@ -193,7 +193,10 @@ class EngineWorker:
         aborted.add_done_callback(lambda _: self._aborted())
 
     def _aborted(self) -> None:
+        """The coordinator may wait for the engine to be empty."""
         self._aborts_under_way -= 1
+        if not self._aborts_under_way and not self._outputs.open:
+            self._link.beat()
 
     def _on_message(self, message: Message) -> None:
         match message:
