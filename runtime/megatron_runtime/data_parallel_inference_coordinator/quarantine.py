@@ -196,7 +196,7 @@ class Quarantine:
                 self.forget(entry)
                 self._surroundings.wait_first(entry)
         if self._trial is not None and not self.suspects(self._trial):
-            self._acquit(self._trial)
+            self._end_trial(self._trial)
 
     # --- suspects -----------------------------------------------------------------------------------------------
 
@@ -267,7 +267,8 @@ class Quarantine:
         trial = self._trial
         if trial is not None and trial.engine is engine and self._has_stood(trial):
             self._counters.acquitted += 1
-            self._acquit(trial)
+            trial.crashes = ()
+            self._end_trial(trial)
             self._surroundings.pump()
 
     def _has_stood(self, trial: Entry) -> bool:
@@ -286,9 +287,8 @@ class Quarantine:
             return False
         return trial.progress >= trial.crash_position + ACQUITTAL_TOKENS
 
-    def _acquit(self, entry: Entry) -> None:
-        """It stays where it is if no other suspect needs the engine."""
-        entry.crashes = ()
+    def _end_trial(self, entry: Entry) -> None:
+        """The request is no suspect any more. It stays where it is if no other suspect needs the engine."""
         self._trial = None
         if self._waiting:
             self._surroundings.pull_back(entry)
