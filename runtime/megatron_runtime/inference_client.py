@@ -26,6 +26,7 @@ from megatron_runtime.peer_link import (
 from megatron_runtime.requests.pending import PendingRequest, partial_frames
 from megatron_runtime.requests.rejection import (
     DeadlineExceededError,
+    EngineFailedError,
     InvalidRequestError,
     ModelChangedError,
     QueueFullError,
@@ -57,6 +58,7 @@ __all__ = [
     "ControlRefusedError",
     "CoordinatorUnreachableError",
     "DeadlineExceededError",
+    "EngineFailedError",
     "HandshakeRefusedError",
     "InferenceClient",
     "InvalidRequestError",

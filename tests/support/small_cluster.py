@@ -44,6 +44,7 @@ from megatron_operator.plan.world import (
     DeletePods,
     EmitEvent,
     EngineReport,
+    FailedRequestReport,
     KeysInUse,
     KeysView,
     OperationReport,
@@ -98,6 +99,7 @@ class FakeCoordinator:
     bad_sources: set[str] = field(default_factory=set)
     canaries: dict[str, CanaryReport] = field(default_factory=dict)
     keys: KeysInUse | None = None
+    failed_requests: list[FailedRequestReport] = field(default_factory=list)
 
     def receive(self, signal: Signal) -> None:
         if signal.operation_id in self.operations:
@@ -166,6 +168,7 @@ class FakeCoordinator:
             canaries=dict(self.canaries),
             keys=self.keys,
             drained_all=self.all_draining,
+            failed_requests=tuple(self.failed_requests),
         )
 
 

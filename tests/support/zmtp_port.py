@@ -32,6 +32,8 @@ class Port:
     def __init__(self, *, keys: Path | None = None, role: Role = Role.CLIENT, check_seconds: float = 60.0) -> None:
         self.received: asyncio.Queue[tuple[PeerId, list[bytes]]] = asyncio.Queue()
         self.gone: asyncio.Queue[PeerId] = asyncio.Queue()
+        self.ended_by_peer: dict[PeerId, bool] = {}
+        """Of each connection that is gone: whether its peer's side ended it."""
         self.connections: dict = {}
         self.on_message: Callable[[PeerId, list[bytes]], None] = lambda peer, frames: self.received.put_nowait(
             (peer, frames)
@@ -43,7 +45,7 @@ class Port:
             connections=self.connections,
             handshake=NullHandshake if keys is None else self._curve(role),
             on_message=lambda peer, frames: self.on_message(peer, frames),
-            on_gone=self.gone.put_nowait,
+            on_gone=self._gone,
             on_refused=self.gatekeeper.refuse if self.gatekeeper is not None else lambda: None,
             max_message_bytes=LIMIT,
             send_buffer_bytes=1 << 16,
@@ -51,6 +53,10 @@ class Port:
         )
         self.address = self.router.bind("127.0.0.1", 0)
         self.context = zmq.asyncio.Context()
+
+    def _gone(self, peer: PeerId, by_peer: bool) -> None:
+        self.ended_by_peer[peer] = by_peer
+        self.gone.put_nowait(peer)
 
     def _curve(self, role: Role):
         gatekeeper = self.gatekeeper

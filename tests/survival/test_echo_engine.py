@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
+from eventually import LONG_SECONDS
 
 from megatron_runtime.control_link import ControlLink, ControlRefusedError
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
@@ -13,6 +14,7 @@ from megatron_runtime.data_parallel_inference_coordinator.settings import Coordi
 from megatron_runtime.engines.build import build_engine
 from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.engines.faults import (
+    CrashOnToken,
     DropHeartbeats,
     FailStep,
     FailVerb,
@@ -25,6 +27,7 @@ from megatron_runtime.engines.faults import (
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.parallel.errors import RankLostError
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire.headers import Header, Role
 
@@ -104,6 +107,7 @@ def test_faults_are_read_and_what_is_none_is_refused() -> None:
         ("fail-verb:verb=DANCE", "verb"),
         ("slow-step:seconds=1,often=2", "often"),
         ("slow-step:seconds", "key=value"),
+        ("crash-on-token:token=1,signal=SIGTERM", "signal"),
     ):
         with pytest.raises(InvalidFaultError, match=names) as caught:
             parse_faults([spec])
@@ -113,7 +117,7 @@ def test_faults_are_read_and_what_is_none_is_refused() -> None:
 def test_the_documented_faults_are_faults() -> None:
     page = Path(__file__).parents[2] / "docs" / "survival.md"
     specs = [line.split("`")[1] for line in page.read_text().splitlines() if re.match(r"\| `[a-z]+-", line)]
-    kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts}
+    kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts, CrashOnToken}
     assert {type(fault) for fault in parse_faults(specs).all} == kinds
 
 
@@ -144,6 +148,31 @@ async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
         joined = 1  # an engine that joins unpauses by itself
         expected = {Header.PAUSE: 1, Header.SUSPEND: 1, Header.RESUME: 1, Header.UNPAUSE: 1 + joined}
         assert ranks.acted == [expected] * ranks.count
+
+
+@pytest.mark.parametrize("way", ["step", "rank ended", "rank silent", "control", "leaves"])
+async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, client, params, way) -> None:
+    """The reason of its DISCONNECT says which it was; what it had goes on elsewhere in any case."""
+    worker = stage.engine("ends", faults=("slow-step:seconds=0.02", *(("fail-step:at=5",) if way == "step" else ())))
+    await stage.coordinator.wait_for_engines(1)
+    future = client.add_request([1, 2], params(50))
+    async with asyncio.timeout(LONG_SECONDS):
+        while not stage.coordinator.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
+            await asyncio.sleep(0.01)
+    if way == "rank ended":
+        worker.fail(RankLostError(1, "its connection ended"))
+    elif way == "rank silent":
+        worker.fail(RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True))
+    elif way == "control":
+        worker._controls.put_nowait(None)
+        worker._obey = None
+    elif way == "leaves":
+        worker.ended.set()
+    await asyncio.gather(*stage.runs)
+    stage.engine("stays")
+    assert (await future)["generated_tokens"] == echo_answer([1, 2], 50)
+    counters = stage.coordinator.counters
+    assert (counters.engines_lost, counters.engine_crashes) == (1, int(way in ("step", "rank ended")))
 
 
 async def test_an_engine_one_of_whose_ranks_fails_is_evicted_named_and_comes_back(stage, client, params) -> None:

@@ -8,11 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from datetime import UTC, datetime
 
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
-from megatron_operator.plan.world import CanaryReport, CoordinatorSnapshot, EngineReport, KeysInUse, OperationReport
+from megatron_operator.plan.world import (
+    CanaryReport,
+    CoordinatorSnapshot,
+    EngineReport,
+    FailedRequestReport,
+    KeysInUse,
+    OperationReport,
+)
 from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import ControlAck, Operation, StatusReply
+from megatron_runtime.wire.messages import ControlAck, FailedRequest, Operation, StatusReply
 
 NAME_CHARACTERS = 128
 MESSAGE_CHARACTERS = 1024
@@ -57,6 +65,7 @@ def snapshot_of(
         idle_seconds=idle_seconds,
         keys=_keys(reply),
         drained_all=reply.drained_all,
+        failed_requests=tuple(map(_failed_request, reply.failed_requests or ())),
     )
 
 
@@ -102,6 +111,11 @@ def _operation(operation: Operation) -> OperationReport:
         confirmed_ranks=operation.ranks,
         total_ranks=operation.total_ranks,
     )
+
+
+def _failed_request(failed: FailedRequest) -> FailedRequestReport:
+    engines = tuple("".join(c if c.isprintable() else "?" for c in name) for name in failed.engines)
+    return FailedRequestReport(failed.uid, engines, datetime.fromtimestamp(failed.at, UTC))
 
 
 def _keys(reply: StatusReply) -> KeysInUse | None:

@@ -77,6 +77,10 @@ class Reason(Documented):
         "RestartBudgetExhausted",
         "An engine crashed too often; a change of the spec tries again.",
     )
+    REQUEST_ENDS_ENGINES = (
+        "RequestEndsEngines",
+        "A request ended the engines that ran it and was answered with engine_failed; the Event names its id.",
+    )
     INVALID_SPEC = "InvalidSpec", "The spec cannot be understood by this version of the operator."
     INVALID_POD_TEMPLATE = "InvalidPodTemplate", "A podTemplate cannot be merged, or the API server refuses the result."
     NOT_ALLOWED = (

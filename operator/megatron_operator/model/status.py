@@ -10,6 +10,7 @@ from megatron_operator.model.base import ApiModel
 from megatron_operator.model.states import DesiredState, KeyStage, LifecyclePhase, ResourceState, SignalKind
 
 HISTORY_LENGTH = 16
+FAILED_REQUESTS = 16
 TIME: dict[str, Any] = {"format": "date-time"}
 
 
@@ -105,6 +106,12 @@ class Transition(ApiModel):
     seconds: float = Field(description="Time from the request to the confirmation.")
 
 
+class FailedRequest(ApiModel):
+    id: str = Field(description="Its id, as the error of the OpenAI API and the logs of the coordinator name it.")
+    engines: list[str] = Field(description="Engines that it ended, the first first.")
+    time: str = Field(description="When the coordinator failed it.", json_schema_extra=TIME)
+
+
 class MegatronInferenceStatus(ApiModel):
     observed_generation: int | None = Field(default=None, description="Generation of the spec last acted upon.")
     state: ResourceState | None = Field(default=None, description="The state of the whole resource.")
@@ -134,3 +141,8 @@ class MegatronInferenceStatus(ApiModel):
         json_schema_extra={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
     )
     history: list[Transition] | None = Field(default=None, description="The last transitions, oldest first.")
+    failed_requests: list[FailedRequest] | None = Field(
+        default=None,
+        description="The last requests that were answered with engine_failed because they end engines, oldest first; "
+        f"at most {FAILED_REQUESTS}.",
+    )

@@ -63,7 +63,7 @@ def _condition(status: Mapping[str, Any], kind: ConditionType) -> Mapping[str, A
 
 
 def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEvent]:
-    """One Event for each transition of the state, and for each new trouble."""
+    """One Event for each transition of the state, for each new trouble, and for each request that ends engines."""
     events: list[EmitEvent] = []
     if before.get("state") != after["state"]:
         origin = before.get("state") or "new"
@@ -74,6 +74,11 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEve
     known = (earlier.get("status"), earlier.get("reason")) == ("True", trouble["reason"])
     if trouble["status"] == "True" and not known:
         events.append(EmitEvent("Warning", trouble["reason"], trouble["message"]))
+    recorded = {entry["id"] for entry in before.get("failedRequests") or ()}
+    for failed in after.get("failedRequests") or ():
+        if failed["id"] not in recorded:
+            message = f"request {failed['id']} ended {', '.join(failed['engines'])} and was answered with engine_failed"
+            events.append(EmitEvent("Warning", Reason.REQUEST_ENDS_ENGINES.value, message))
     return events
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import DesiredState, ResourceState
-from megatron_operator.model.status import HISTORY_LENGTH
+from megatron_operator.model.status import FAILED_REQUESTS, HISTORY_LENGTH
 from megatron_operator.model.text import printable
 from megatron_operator.plan.blockers import coordinator_wait, degradation, engines_wait, server_wait
 from megatron_operator.plan.clock import seconds_since, stamp, stamp_seconds
@@ -71,10 +71,23 @@ def compose(scene: Scene, verdict: Verdict) -> dict[str, Any]:
     keys = _keys(scene)
     if keys is not None:
         status["keys"] = keys
+    failed = _failed_requests(scene)
+    if failed:
+        status["failedRequests"] = failed
     plan = _plan(scene, verdict)
     if plan is not None:
         status["plan"] = plan
     return status
+
+
+def _failed_requests(scene: Scene) -> list[dict[str, Any]]:
+    """What was recorded outlives the coordinator that reported it. Ordered by time, so that equal reports change
+    nothing."""
+    found = {entry["id"]: entry for entry in scene.status.get("failedRequests") or ()}
+    for failed in scene.world.coordinator.failed_requests:
+        entry = {"id": failed.id, "engines": list(failed.engines), "time": stamp(failed.time)}
+        found.setdefault(failed.id, entry)
+    return sorted(found.values(), key=lambda entry: (entry["time"], entry["id"]))[-FAILED_REQUESTS:]
 
 
 def _weights(scene: Scene, *, serving: bool) -> dict[str, Any] | None:

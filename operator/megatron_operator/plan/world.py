@@ -196,6 +196,18 @@ class KeysView:
 
 
 @dataclass(frozen=True, slots=True)
+class FailedRequestReport:
+    """A request that the coordinator failed because it ends engines."""
+
+    id: str
+    """Its uid, in hexadecimal digits."""
+    engines: tuple[str, ...]
+    """Those that it ended, the first first."""
+    time: datetime
+    """When it was failed, by the coordinator's clock."""
+
+
+@dataclass(frozen=True, slots=True)
 class CoordinatorSnapshot:
     """The coordinator's answer to STATUS, or the fact that there is none."""
 
@@ -218,6 +230,8 @@ class CoordinatorSnapshot:
     """None: it does not say, or there is no encryption."""
     drained_all: bool = False
     """A DRAIN of all engines holds: whoever registers gets no work until UNPAUSE."""
+    failed_requests: tuple[FailedRequestReport, ...] = ()
+    """The last requests that it failed because they end engines, oldest first."""
 
 
 UNREACHABLE = CoordinatorSnapshot()

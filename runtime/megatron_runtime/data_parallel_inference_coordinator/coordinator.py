@@ -17,7 +17,7 @@ from megatron_runtime.data_parallel_inference_coordinator.engine_side import Eng
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.health import Health
 from megatron_runtime.data_parallel_inference_coordinator.key_rotation import KeyRotation
-from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, CrashEvidence, Engine
 from megatron_runtime.data_parallel_inference_coordinator.recovery import Recovery
 from megatron_runtime.data_parallel_inference_coordinator.registration import Registration
 from megatron_runtime.data_parallel_inference_coordinator.replies import Replies
@@ -46,7 +46,7 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.wire.states import CoordinatorState
+from megatron_runtime.wire.states import CoordinatorState, EngineState
 
 __all__ = ["Coordinator", "Tokenizer"]
 
@@ -111,7 +111,7 @@ class Coordinator:
             send=self.send,
             clock=clock,
             may_dispatch=lambda: self.verbs.may_dispatch,
-            on_lost=self.lose_engine,
+            on_lost=self._lose_unreachable,
             on_change=self._changed,
         )
         self.replies = Replies(
@@ -181,6 +181,7 @@ class Coordinator:
         for entry in self.dispatcher.journal:
             self.dispatcher.forget(entry)
         self.dispatcher.deadlines.stop()
+        self.dispatcher.quarantine.stop()
         self.transport.stop()
         if self.settings.schedule_output_path is not None:
             self.router.write_decisions(self.settings.schedule_output_path)
@@ -212,14 +213,24 @@ class Coordinator:
         except MalformedMessageError as error:
             self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
 
-    def gone(self, peer: PeerId) -> None:
+    def gone(self, peer: PeerId, by_peer: bool) -> None:
         """A connection ended. An engine of ours that lives comes back on another and registers anew.
 
-        A plain one would not: it is kept until something for it cannot be sent. A client gets its time to come back.
+        A plain one would not: it is kept until something for it cannot be sent, unless it runs a suspect alone, when
+        nothing else is sent to it. A client gets its time to come back.
+
+        by_peer: the other side ended it, as the system does when a process ends.
         """
         engine = self.engines.at(peer)
-        if engine is not None and not engine.plain:
-            self.lose_engine(engine, "its connection ended")
+        if engine is None:
+            return
+        engine.was_cut = by_peer
+        if not engine.plain or engine.reserved:
+            self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
+
+    def _lose_unreachable(self, engine: Engine, reason: str) -> None:
+        """A plain engine whose end had no consequence before."""
+        self.lose_engine(engine, reason, CrashEvidence.CERTAIN if engine.was_cut else CrashEvidence.NONE)
 
     def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
         if type(message) is Hello:
@@ -286,13 +297,14 @@ class Coordinator:
             state=self.verbs.state,
             epoch=self.verbs.epoch,
             fence=self.verbs.fence,
-            queued=len(self.dispatcher.queue),
+            queued=self.dispatcher.waiting,
             in_flight=self.engines.in_flight(),
             engines=[engine.describe(now) for engine in self.engines],
             operations=self.verbs.operations(),
             rejected_frames=self.rejected_frames,
             drained_all=self.verbs.drained_all,
             keys=self._key_report(),
+            failed_requests=list(self.dispatcher.quarantine.failures) or None,
         )
 
     def _key_report(self) -> KeyReport | None:
@@ -311,19 +323,30 @@ class Coordinator:
     def relieve(self, engine: Engine) -> None:
         self.dispatcher.relieve(engine)
 
-    def lose_engine(self, engine: Engine, reason: str) -> None:
-        """Remove an engine; what it had in flight goes elsewhere."""
+    def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
+        """Remove an engine; what it had in flight goes elsewhere.
+
+        crash: whether its end may be due to what it ran. An engine that ran nothing, that was to leave, or that was
+               carrying out a verb may have ended for that reason instead: its end counts against no request.
+        """
         if not self.engines.is_registered(engine):
             return
         logger.warning("engine %s removed: %s; %d requests in flight", engine.name, reason, len(engine.in_flight))
         self.counters.engines_lost += 1
+        ran = engine.serving and engine.state is EngineState.RUNNING and not engine.draining
         self.engines.remove(engine)
+        if crash is not CrashEvidence.NONE and ran and not self.verbs.waits_for(engine):
+            self.dispatcher.quarantine.crashed(engine, certain=crash is CrashEvidence.CERTAIN)
         self.router.forget(engine)
         self.dispatcher.release(engine)
         self.verbs.engine_lost(engine, reason)
         self.dispatcher.pump()
 
-    evict = lose_engine
+    def evict(self, engine: Engine, reason: str) -> None:
+        self.lose_engine(engine, reason)
+
+    def engine_is_back(self, name: str, *, has_outlived: bool) -> None:
+        self.dispatcher.quarantine.back(name, has_outlived=has_outlived)
 
     def lose_client(self, client: Client, reason: str) -> None:
         logger.info("client %s removed: %s; %d requests aborted", client.name, reason, len(client.open))

@@ -24,6 +24,14 @@ class Counters:
     aborted: int = 0
     partials: int = 0
     engines_lost: int = 0
+    engine_crashes: int = 0
+    """Engines lost by a crash while they had requests."""
+    suspects: int = 0
+    """Requests held back after a second crash, to run alone."""
+    acquitted: int = 0
+    """Of these, those that ran alone past the point of the last crash."""
+    poison_requests: int = 0
+    """Requests failed because they end engines."""
 
     @property
     def rejected_frames(self) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from megatron_runtime.data_parallel_inference_coordinator.clock import Clock
 from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
 from megatron_runtime.data_parallel_inference_coordinator.journal import Journal
+from megatron_runtime.data_parallel_inference_coordinator.quarantine import Quarantine
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
@@ -37,6 +39,8 @@ from megatron_runtime.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
+NO_ROUTE = 0
+"""Route of partials that the coordinator keeps to itself; those of clients begin at 1."""
 REMEMBERED_DISPATCHES = 4
 """Former dispatches of one request whose final is still accepted."""
 
@@ -53,7 +57,7 @@ class FormerDispatch:
 
 
 class Dispatcher:
-    """Owns the queue and the journal.
+    """Owns the queue, the journal and the quarantine.
 
     may_dispatch: whether the coordinator's state lets requests go to engines.
     on_lost:      called with an engine that turned out to be unreachable.
@@ -73,9 +77,13 @@ class Dispatcher:
         may_dispatch: Callable[[], bool],
         on_lost: Callable[[Engine, str], None],
         on_change: Callable[[], None],
+        wall_time: Callable[[], float] = time.time,
     ) -> None:
         self.journal = Journal(limit_bytes=settings.journal_bytes)
         self.queue = WaitingQueue()
+        self.quarantine = Quarantine(
+            engines=engines, counters=counters, clock=clock, wall_time=wall_time, surroundings=self
+        )
         self.deadlines = Deadlines(clock, self._expire)
         self._settings = settings
         self._engines = engines
@@ -131,7 +139,7 @@ class Dispatcher:
             self._enqueue(entry)
             self.pump()
         if entry.engine is None and self.journal.get(uid) is entry:
-            self._limit_wait(entry)
+            self.limit_wait(entry)
 
     def _refuse_full(self, entry: Entry, reason: str) -> None:
         self.answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
@@ -148,18 +156,20 @@ class Dispatcher:
     def _dispatch_pinned(self, entry: Entry) -> None:
         """To the one engine that may answer, though it be draining or full; now or not at all, and never elsewhere."""
         engine = self._engines.named(entry.meta.engine)
-        if engine is not None and engine.serving and self._may_dispatch():
+        if engine is not None and engine.serving and not engine.reserved and self._may_dispatch():
             if engine.runs(entry.model):
                 self._dispatch(entry, [engine])
             else:
-                self._refuse_model(entry, [engine])
+                self.refuse_model(entry, [engine])
         if entry.engine is None and self.journal.get(entry.uid) is entry:
             self._refuse_pinned(entry)
         self._on_change()
 
     def _refuse_pinned(self, entry: Entry) -> None:
         entry.engine = None
-        self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} does not serve; only it may answer")
+        engine = self._engines.named(entry.meta.engine)
+        why = "is reserved for a suspect request" if engine is not None and engine.reserved else "does not serve"
+        self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
 
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
@@ -167,12 +177,19 @@ class Dispatcher:
         entry.engine, entry.dispatch_id = None, 0
         self.queue.add(entry, first=first)
 
-    def _limit_wait(self, entry: Entry) -> None:
+    @property
+    def waiting(self) -> int:
+        """Requests without an engine."""
+        return self.queue.length + len(self.quarantine)
+
+    def limit_wait(self, entry: Entry) -> None:
         until = self._clock.time() + self._settings.max_wait_seconds
         self.deadlines.set(entry, min(until, entry.deadline) if entry.deadline is not None else until)
 
     def pump(self) -> None:
-        """Give engines what they have room for."""
+        """Give engines what they have room for. Suspects come before all others."""
+        if self.quarantine.active and self._may_dispatch():
+            self.quarantine.run_next()
         while self.queue.length and self._may_dispatch():
             candidates = self._candidates()
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
@@ -190,10 +207,10 @@ class Dispatcher:
         elif any(engine.runs(entry.model) for engine in self._engines.serving()):
             return False
         else:
-            self._refuse_model(entry, self._engines.serving())
+            self.refuse_model(entry, self._engines.serving())
         return True
 
-    def _refuse_model(self, entry: Entry, engines: list[Engine]) -> None:
+    def refuse_model(self, entry: Entry, engines: list[Engine]) -> None:
         models = ", ".join(sorted({engine.model for engine in engines}))
         what = "it was begun by" if entry.generated else "it was made for"
         message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
@@ -206,12 +223,17 @@ class Dispatcher:
         dispatch_id = self.next_dispatch_id
         self.next_dispatch_id += 1
         meta = entry.meta if entry.deadline is None else self._meta_now(entry, entry.deadline)
+        route = entry.client.route
+        if engine.reserved and not meta.streaming:
+            # Partials that go to no client say how far it has come.
+            entry.progress = 0
+            meta, route = meta._replace(streaming=True), NO_ROUTE
         bodies = entry.prompt, bytes(entry.generated), entry.params
         try:
             if engine.plain:
                 frames = plain.submit_frames(Dispatch(dispatch_id, entry.uid, entry.client.route, meta, *bodies))
             else:
-                frames = dispatch_frames(dispatch_id, entry.uid, entry.client.route, meta, *bodies)
+                frames = dispatch_frames(dispatch_id, entry.uid, route, meta, *bodies)
         except MalformedMessageError as error:
             self.fail(entry, ErrorCode.INVALID_REQUEST, f"sampling parameters: {error}")
             return
@@ -241,6 +263,7 @@ class Dispatcher:
 
     def release(self, engine: Engine) -> None:
         """Queue again what `engine` had in flight, before everything that came later."""
+        self.quarantine.lost(engine)
         entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
         engine.in_flight.clear()
         for entry in entries:
@@ -249,8 +272,31 @@ class Dispatcher:
                 continue
             self._counters.replays += 1
             self._remember(entry, engine)
-            self._enqueue(entry, first=True)
-            self._limit_wait(entry)
+            self._put_back(entry)
+
+    def _put_back(self, entry: Entry) -> None:
+        """Queue a request that had an engine again, or hold it back as a suspect."""
+        entry.engine, entry.dispatch_id = None, 0
+        if entry.crashes and self.quarantine.suspects(entry):
+            self.quarantine.add(entry)
+        else:
+            self.wait_first(entry)
+
+    def wait_first(self, entry: Entry) -> None:
+        """Queue a request that has no engine before all others of its priority and model."""
+        self._enqueue(entry, first=True)
+        self.limit_wait(entry)
+
+    def pull_back(self, entry: Entry) -> None:
+        """Take an open request from the queue, or from its engine; the caller puts it somewhere else."""
+        engine = entry.engine
+        if engine is None:
+            self.queue.discard(entry)
+            return
+        self.withdraw(entry)
+        del engine.in_flight[entry.dispatch_id]
+        self._remember(entry, engine)
+        entry.engine, entry.dispatch_id = None, 0
 
     def relieve(self, engine: Engine) -> None:
         """Give what a silent engine has to others, as far as they have room. What it answers later is its own."""
@@ -261,10 +307,11 @@ class Dispatcher:
                 continue
             del engine.in_flight[entry.dispatch_id]
             self._send(engine.peer, Abort(entry.dispatch_id).to_frames())
+            engine.unsettled = not engine.plain
+            engine.relieved.append(entry)
             self._counters.replays += 1
             self._remember(entry, engine)
-            self._enqueue(entry, first=True)
-            self._limit_wait(entry)
+            self._put_back(entry)
             self.pump()
 
     def _remember(self, entry: Entry, engine: Engine) -> None:
@@ -289,6 +336,7 @@ class Dispatcher:
         """Take an open request from its engine, if it has one."""
         if entry.engine is not None:
             self._send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
+            entry.engine.unsettled = not entry.engine.plain
 
     def forget(self, entry: Entry) -> None:
         """The request is over, whatever the reason. Does not pump: the caller may have more to end."""
@@ -300,6 +348,8 @@ class Dispatcher:
             for dispatch_id in entry.former:
                 del self._former[dispatch_id]
             entry.former.clear()
+        if entry.crashes:
+            self.quarantine.forget(entry)
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
         self.journal.remove(entry)
@@ -342,10 +392,22 @@ class Dispatcher:
         self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: its time is up")
         self.pump()
 
+    # --- what the quarantine asks for --------------------------------------------------------------------------
+
+    def dispatch_to(self, entry: Entry, engine: Engine) -> None:
+        self._dispatch(entry, [engine])
+
+    def fail_poison(self, entry: Entry, message: str) -> None:
+        self.fail(entry, ErrorCode.ENGINE_FAILED, message)
+
+    def is_open(self, entry: Entry) -> bool:
+        return self.journal.get(entry.uid) is entry
+
     def check_integrity(self) -> None:
         """What must hold whenever the loop is idle."""
         self.journal.check_integrity()
+        self.quarantine.check_integrity()
         waiting = sum(entry.engine is None for entry in self.journal)
-        assert len(self.queue) == waiting, "a request without an engine does not wait for one"
+        assert self.waiting == waiting, "a request without an engine does not wait for one"
         for former in self._former.values():
             assert self.journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"

@@ -10,7 +10,7 @@ from megatron_runtime.data_parallel_inference_coordinator import plain
 from megatron_runtime.data_parallel_inference_coordinator.clock import Clock
 from megatron_runtime.data_parallel_inference_coordinator.counters import Counters
 from megatron_runtime.data_parallel_inference_coordinator.dispatching import Dispatcher
-from megatron_runtime.data_parallel_inference_coordinator.records import Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import CrashEvidence, Engine
 from megatron_runtime.data_parallel_inference_coordinator.registration import Registration
 from megatron_runtime.data_parallel_inference_coordinator.replies import Replies
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
@@ -18,6 +18,7 @@ from megatron_runtime.data_parallel_inference_coordinator.transport import PeerI
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
 from megatron_runtime.wire.headers import Header
 from megatron_runtime.wire.messages import (
+    ENGINE_FAILED,
     ControlAck,
     ControlCommit,
     Disconnect,
@@ -42,7 +43,7 @@ HEAL_HEARTBEATS = 4
 class Surroundings(Protocol):
     def reject_role(self, peer: PeerId, message: Message) -> None: ...
 
-    def lose_engine(self, engine: Engine, reason: str) -> None: ...
+    def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None: ...
 
 
 Handler: TypeAlias = Callable[[Engine, Any, Frames], None]
@@ -79,7 +80,7 @@ class EngineSide:
             EvictedBlocks: self._evicted,
             Heartbeat: self._heartbeat,
             ControlAck: self._ack,
-            Disconnect: lambda engine, message, _: surroundings.lose_engine(engine, message.reason or "it left"),
+            Disconnect: self._leave,
             Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
             Plain: self._plain,
         }
@@ -107,11 +108,21 @@ class EngineSide:
         final = plain.as_final(output, former.entry.uid, generated_before=before)
         return self._replies.late_final(peer, final, final.to_frames())
 
+    def _leave(self, engine: Engine, message: Disconnect, _: Frames) -> None:
+        failed = message.reason == ENGINE_FAILED
+        crash = CrashEvidence.CERTAIN if failed else CrashEvidence.NONE
+        self._surroundings.lose_engine(engine, message.reason or "it left", crash)
+
     def _heartbeat(self, engine: Engine, message: Heartbeat, _: Frames) -> None:
         now = self._clock.time()
         engine.busy_until = now + message.busy_for if message.busy_for > 0 else 0.0
         before = engine.available()
         engine.suspect = False
+        engine.relieved.clear()
+        if engine.unsettled and not message.running:
+            engine.unsettled = False
+            if self._dispatcher.quarantine.active:
+                self._dispatcher.pump()
         # A passing state was sent on the way to a commit that is out already, or is decided here.
         if isinstance(message.state, EngineState) and message.state not in PASSING_STATES:
             engine.state = message.state

@@ -43,13 +43,13 @@ class EngineRegistry:
             for engine in self._by_name.values()
             if engine.serving
             and engine.state is _RUNNING
-            and not (engine.draining or engine.suspect or engine.full)
+            and not (engine.draining or engine.suspect or engine.full or engine.reserved)
             and len(engine.in_flight) < engine.max_requests
         ]
 
     def available(self) -> list[Engine]:
         """Those that take work, whether they have room or let it wait."""
-        return [engine for engine in self._by_name.values() if engine.available()]
+        return [engine for engine in self._by_name.values() if engine.available() and not engine.reserved]
 
     def dispatched(self) -> Iterator[tuple[int, Entry]]:
         """Every request that an engine has, with its dispatch id."""

@@ -26,7 +26,7 @@ class CoordinatorMetrics(Collector):
         coordinator = self._coordinator
         journal = coordinator.dispatcher.journal
         for name, text, value in (
-            ("queued_requests", "Requests that wait for an engine.", len(coordinator.dispatcher.queue)),
+            ("queued_requests", "Requests that wait for an engine.", coordinator.dispatcher.waiting),
             ("open_requests", "Requests without a final answer.", len(journal)),
             ("journal_bytes", "Memory held for open requests.", journal.bytes),
             ("clients", "Clients registered.", len(coordinator.clients)),
@@ -69,5 +69,9 @@ class CoordinatorMetrics(Collector):
             ("aborted_requests", "Requests aborted by their client, or because it left.", counters.aborted),
             ("partials", "Partial answers received from engines.", counters.partials),
             ("engines_lost", "Engines removed because they left, failed or fell silent.", counters.engines_lost),
+            ("engine_crashes", "Engines that crashed while they had requests.", counters.engine_crashes),
+            ("suspect_requests", "Requests in flight at two crashes, held back to run alone.", counters.suspects),
+            ("acquitted_requests", "Suspect requests that ran alone without harm.", counters.acquitted),
+            ("poison_requests", "Requests failed because they end engines.", counters.poison_requests),
         ):
             yield CounterMetricFamily(f"megatron_coordinator_{name}", text, value=value)

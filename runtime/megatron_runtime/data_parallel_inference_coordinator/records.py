@@ -7,7 +7,9 @@ dispatched, to its engine.
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.headers import Role
@@ -59,6 +61,30 @@ class Client:
         return bool(self.outbox) or self.behind or not self.reachable
 
 
+class CrashEvidence(Enum):
+    """How an engine ended, as far as it says something about the requests that it ran."""
+
+    NONE = auto()
+    """It left, was removed, or fell silent."""
+    CUT = auto()
+    """Its side ended the connection without a word: its process ended, or the network between."""
+    CERTAIN = auto()
+    """It says that it failed, or a new process has taken its name."""
+
+
+@dataclass(slots=True, eq=False)
+class Crash:
+    """One crash of an engine, shared by the requests that were in flight.
+
+    at:     when, by the coordinator's clock.
+    counts: False once the crash is explained: the engine had not ended, or the request that ended it was found.
+    """
+
+    engine: str
+    at: float
+    counts: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class Engine:
     """One registration of one engine.
@@ -74,6 +100,10 @@ class Engine:
     owed:      the last commit sent to it, until a heartbeat was heard a while later.
     entered_during: operation under way when this engine joined: told the outcome when it ends.
     in_flight: requests by dispatch id.
+    relieved:  requests that were taken from it because it was silent, until it is heard again.
+    reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
+    unsettled: it was sent an abort, and has not shown since that it runs nothing.
+    was_cut:   its connection was ended by its side; for a plain engine, which is kept until a send fails.
     """
 
     name: str
@@ -101,6 +131,10 @@ class Engine:
     owed: ControlCommit | None = None
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
+    relieved: list[Entry] = field(default_factory=list)
+    reserved: bool = False
+    unsettled: bool = False
+    was_cut: bool = False
 
     def available(self) -> bool:
         return (
@@ -158,6 +192,9 @@ class Entry:
     former:     dispatch ids of engines that are gone, whose late final is still welcome.
     plain_id:   the request's number at a plain client.
     slot:       where the deadlines keep it; None while its time is not limited.
+    crashes:    crashes of engines while it was in flight there; empty again once it has been acquitted.
+    crash_position: generated tokens at the last of them; None where they are not known.
+    progress:   tokens that a reserved engine reports of a request that does not stream.
     """
 
     uid: bytes
@@ -180,6 +217,9 @@ class Entry:
     plain_id: int | None = None
     hashes: list[int] | None = None
     slot: int | None = None
+    crashes: Sequence[Crash] = ()
+    crash_position: int | None = None
+    progress: int = 0
 
     @property
     def tokens_so_far(self) -> int:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from megatron_runtime.data_parallel_inference_coordinator.clients import ClientRegistry
 from megatron_runtime.data_parallel_inference_coordinator.engines import EngineRegistry
-from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine
+from megatron_runtime.data_parallel_inference_coordinator.records import Client, CrashEvidence, Engine
 from megatron_runtime.data_parallel_inference_coordinator.recovery import Recovery
 from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, PeerId
 from megatron_runtime.data_parallel_inference_coordinator.verbs import Verbs
@@ -26,7 +26,10 @@ class Surroundings(Protocol):
 
     def send(self, peer: PeerId, frames: Frames) -> object: ...
 
-    def lose_engine(self, engine: Engine, reason: str) -> None: ...
+    def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None: ...
+
+    def engine_is_back(self, name: str, *, has_outlived: bool) -> None:
+        """An engine of this name has made a new registration. `has_outlived`: its process is the one before."""
 
     def lose_client(self, client: Client, reason: str) -> None: ...
 
@@ -93,13 +96,17 @@ class Registration:
             self._surroundings.lose_engine(other, f"its connection now calls itself {hello.name}")
         renewed = engine is not None and engine.peer == peer and engine.incarnation == hello.incarnation
         if engine is not None and not renewed:
-            self._surroundings.lose_engine(engine, "it registered anew")
+            # A process that lives says that it serves, on whichever connection; one that starts has to load first.
+            restarted = not hello.serving and engine.incarnation != hello.incarnation
+            crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
+            self._surroundings.lose_engine(engine, "it registered anew", crash)
         if engine is None and len(self._engines) >= limits.MAX_ENGINES:
             message = f"{len(self._engines)} engines are registered already: at most {limits.MAX_ENGINES}"
             self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
             return
         if engine is None or not renewed:
             survivor = hello.serving
+            self._surroundings.engine_is_back(hello.name, has_outlived=survivor)
             key = self._sender_key(peer)
             engine = self._engines.add(hello.name, peer, incarnation=hello.incarnation, now=self._now(), key=key)
             logger.info("engine %s registered (serving: %s)", hello.name, hello.serving)
@@ -132,7 +139,7 @@ class Registration:
     def plain_engine(self, peer: PeerId) -> None:
         known = self._engines.at(peer)
         if known is not None:
-            self._surroundings.lose_engine(known, "it registered anew")
+            self._surroundings.lose_engine(known, "it registered anew", CrashEvidence.CERTAIN)
         name = peer[1].decode("utf-8", "replace") if peer[1][:1] != b"\0" else peer[1].hex()
         namesake = self._engines.named(name)
         if namesake is not None:

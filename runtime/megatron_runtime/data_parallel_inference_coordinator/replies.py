@@ -41,6 +41,9 @@ class Replies:
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
         """Take new tokens; forward `frames` as they came where all of them are wanted by one client."""
         self._counters.partials += 1
+        if not message.route:
+            self._dispatcher.quarantine.note_progress(engine, message)
+            return
         client = self._clients.routed(message.route)
         accepted: list[Entry] = []
         position = 0
@@ -65,11 +68,13 @@ class Replies:
         if whole and client is not None and self._clients.try_send(client, frames):
             for entry in accepted:
                 entry.forwarded = entry.tokens_so_far
-            return
-        for entry in accepted:
-            entry.client.behind = True
-        for owner in {id(entry.client): entry.client for entry in accepted}.values():
-            self.catch_up(owner)
+        else:
+            for entry in accepted:
+                entry.client.behind = True
+            for owner in {id(entry.client): entry.client for entry in accepted}.values():
+                self.catch_up(owner)
+        if engine.reserved:
+            self._dispatcher.quarantine.advanced(engine)
 
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
         entry = engine.in_flight.get(message.dispatch_id)

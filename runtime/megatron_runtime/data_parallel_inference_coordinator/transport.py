@@ -22,7 +22,8 @@ SHARED_PORT = 3
 """Port number of the one-port mode; the others are the values of Role."""
 
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
-OnGone: TypeAlias = Callable[[PeerId], None]
+OnGone: TypeAlias = Callable[[PeerId, bool], None]
+"""Called with the peer of a connection that ended, and whether the peer's side ended it."""
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
@@ -47,7 +48,8 @@ class BindError(OSError):
 class Transport:
     """addresses: after start(), the bound address of each role. gatekeeper: where there are keys.
 
-    on_gone: called with each peer whose connection ended, the peer's process having ended or the network between.
+    on_gone: called with each peer whose connection ended, and whether its side ended it. A process that ends does so,
+             however it ends; silence, a broken network and a violation of the protocol end a connection from here.
     """
 
     def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:

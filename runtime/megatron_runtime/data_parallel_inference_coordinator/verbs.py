@@ -103,6 +103,10 @@ class Verbs:
             return TRANSITIONS[self.current.control.kind].coordinator_after
         return self.state
 
+    def waits_for(self, engine: Engine) -> bool:
+        """Whether the operation under way waits for this engine."""
+        return self.current is not None and self.current.waiting.get(engine.name) is engine
+
     def operations(self) -> list[Operation]:
         known = self._ended.describe()
         if self.current is not None:

@@ -6,6 +6,9 @@ wrongly, a token lost or doubled, a request continued in the wrong place all cha
 
 from __future__ import annotations
 
+import ctypes
+import os
+import signal
 import time
 import zlib
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.engines.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
-from megatron_runtime.engines.faults import FailStep, Faults, InjectedFaultError, SlowStep
+from megatron_runtime.engines.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
 from megatron_runtime.sampling.log_probs import LogProbs
 
@@ -54,7 +57,7 @@ class EchoExecutor:
     """Implements Executor.
 
     step_seconds: how long a step takes, to stand in for arithmetic.
-    faults:       steps that fail or are slow.
+    faults:       steps that fail or are slow, and requests that end the process.
     """
 
     def __init__(
@@ -129,6 +132,7 @@ class EchoExecutor:
             raise RuntimeError("execute() before load()")
         self._take_time()
         self._cache[plan.slot_mapping] = plan.token_ids
+        self._crash_if_poisoned(plan)
         tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
         offsets = np.arange(self.page_size)
         for row in np.flatnonzero(plan.needs_sample):
@@ -146,6 +150,16 @@ class EchoExecutor:
             {row: _certain(tokens[row : row + 1]) for row in wanted.tolist()},
             {row: _certain(targets) for row, targets in sampling.prompt_targets.items()},
         )
+
+    def _crash_if_poisoned(self, plan: StepPlan) -> None:
+        """End the process if a row of this step is the request of a CrashOnToken fault."""
+        assert self._cache is not None
+        for fault in self._faults.of(CrashOnToken):
+            first = self._cache[plan.block_tables[:, 0] * self.page_size]
+            if np.any((first == fault.token) & (plan.context_lengths >= fault.length)):
+                if fault.signal == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                ctypes.string_at(0)
 
     def _take_time(self) -> None:
         """Stand in for arithmetic, with the faults of this step."""

@@ -8,6 +8,8 @@ A fault is written `NAME` or `NAME:key=value,key=value`:
     stall-verb:verb=SUSPEND,rank=2,seconds=30   rank 2 acknowledges the next SUSPEND late
     drop-heartbeats:after=5         heartbeats after the fifth are not sent (count=N: N of them)
     ignore-aborts                   requests that were aborted are generated to their end
+    crash-on-token:token=666        a request whose prompt begins with token 666 ends the process by SIGSEGV
+                                    (length=N: once prompt and answer have N tokens; signal=SIGKILL: by that signal)
 """
 
 from __future__ import annotations
@@ -75,8 +77,23 @@ class IgnoreAborts(_Fault):
     name: Literal["ignore-aborts"]
 
 
+class CrashOnToken(_Fault):
+    """A poison request: any engine that runs it ends.
+
+    token:  the first token of its prompt.
+    length: tokens of prompt and answer at the crash.
+    """
+
+    name: Literal["crash-on-token"]
+    token: int = Field(ge=0, lt=1 << 31)
+    length: int = Field(default=1, ge=1)
+    signal: Literal["SIGSEGV", "SIGKILL"] = "SIGSEGV"
+    """SIGSEGV comes of a null pointer: the first process of a container would not obey one that it sends itself."""
+
+
 Fault: TypeAlias = Annotated[
-    FailStep | SlowStep | FailVerb | StallVerb | DropHeartbeats | IgnoreAborts, Field(discriminator="name")
+    FailStep | SlowStep | FailVerb | StallVerb | DropHeartbeats | IgnoreAborts | CrashOnToken,
+    Field(discriminator="name"),
 ]
 _FAULT: TypeAdapter[Any] = TypeAdapter(Fault)
 _T = TypeVar("_T", bound=_Fault)

@@ -27,11 +27,13 @@ from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.termination import write_termination_message
 from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
+from megatron_runtime.parallel.errors import RankLostError
 from megatron_runtime.peer_link import PeerLink, coordinator_address
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
 from megatron_runtime.wire.messages import (
+    ENGINE_FAILED,
     PARAMETERS,
     Abort,
     Control,
@@ -76,6 +78,8 @@ class EngineWorker:
         self._lifecycle = Lifecycle(self._thread, ranks=loaded.ranks)
         self._serving = False
         self._leaving = False
+        self._goodbye = "engine leaves"
+        self._aborts_under_way = 0
         self._weights_wanted = True
         self._coordinator_state: CoordinatorState | None = None
         self._controls: asyncio.Queue[Control | ControlCommit | HelloAck] = asyncio.Queue()
@@ -116,7 +120,7 @@ class EngineWorker:
             controller.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
-            self._link.close("engine failed" if self.failure else "engine leaves")
+            self._link.close(self._goodbye)
             await self._thread.stop()
             if health is not None:
                 await health.stop()
@@ -166,7 +170,7 @@ class EngineWorker:
             state=self._lifecycle.state,
             epoch=self._lifecycle.epoch,
             source=self._lifecycle.source,
-            running=len(self._outputs.open),
+            running=len(self._outputs.open) + self._aborts_under_way,
             steps=self._thread.steps,
             busy_for=self._busy_for,
             digest=self._loaded.engine.executor.digest,
@@ -184,8 +188,17 @@ class EngineWorker:
             self._abort(dispatch_id)
 
     def _abort(self, dispatch_id: int) -> None:
+        """Forget a request. It counts as running until the engine's thread, between two steps, has let go of it."""
         self._outputs.forget(dispatch_id)
-        self._thread.call(lambda engine: engine.abort_request(dispatch_id))
+        self._aborts_under_way += 1
+        aborted = self._thread.call(lambda engine: engine.abort_request(dispatch_id))
+        aborted.add_done_callback(lambda _: self._aborted())
+
+    def _aborted(self) -> None:
+        """The coordinator may wait for the engine to be empty."""
+        self._aborts_under_way -= 1
+        if not self._aborts_under_way and not self._outputs.open:
+            self._link.beat()
 
     def _on_message(self, message: Message) -> None:
         match message:
@@ -221,7 +234,7 @@ class EngineWorker:
                 await self._obey(await self._controls.get())
         except Exception as error:
             logger.exception("the engine cannot follow its coordinator")
-            self.fail(error)
+            self.fail(error, goodbye="engine cannot follow its coordinator")
 
     async def _obey(self, message: Control | ControlCommit | HelloAck) -> None:
         if isinstance(message, Control):
@@ -338,9 +351,16 @@ class EngineWorker:
             hashes = np.array([hash_of_digest(digest) for digest in events.evicted], dtype="<i8")
             self._link.send(EvictedBlocks(hashes.tobytes(), cleared=events.cleared).to_frames())
 
-    def fail(self, error: BaseException) -> None:
-        """End the engine with this cause, if it has no earlier one."""
-        self.failure = self.failure or error
+    def fail(self, error: BaseException, *, goodbye: str = ENGINE_FAILED) -> None:
+        """End the engine with this cause, if it has no earlier one.
+
+        goodbye: reason of its DISCONNECT. ENGINE_FAILED counts against the requests that it has; a rank that is only
+                 silent does not.
+        """
+        if self.failure is None:
+            self.failure = error
+            is_silence = isinstance(error, RankLostError) and error.by_silence
+            self._goodbye = "a rank is silent" if is_silence else goodbye
         self.ended.set()
 
 

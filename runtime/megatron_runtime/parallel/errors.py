@@ -19,10 +19,17 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank is gone or does not answer: its engine ends, and is started whole again."""
+    """A rank is gone or does not answer: its engine ends, and is started whole again.
+
+    by_silence: nothing shows that its process has ended or that a step of it failed; its node may be lost.
+    """
 
     reason = "RankLost"
     remedy = "the engine starts again with all its ranks; see why this rank ended in its container's last log"
+
+    def __init__(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
+        super().__init__(rank, cause)
+        self.by_silence = by_silence
 
 
 class RendezvousError(RankError):

@@ -159,7 +159,8 @@ class LeaderChannel:
             if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
                 reports = self._reports()
                 rank = behind(number, reports)
-                self._lose(rank, f"the others waited for it in an exchange that failed; it is in {reports[rank].place}")
+                cause = f"the others waited for it in an exchange that failed; it is in {reports[rank].place}"
+                self._lose(rank, cause, by_silence=True)
             assert self.failure is not None
             return self.failure
 
@@ -323,10 +324,10 @@ class LeaderChannel:
                 if rank in busy:
                     one.silent_since = now
                 elif self._welcomed and now - one.silent_since > HANG_SECONDS + one.patience.extra_seconds:
-                    self._lose(rank, hung(now - one.silent_since))
+                    self._lose(rank, hung(now - one.silent_since), by_silence=True)
                     self._changed.notify_all()
             if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
-                self._lose(self._suspect[0], self._suspect[1])
+                self._lose(self._suspect[0], self._suspect[1], by_silence=True)
                 self._changed.notify_all()
 
     def _look_at_steps(self) -> None:
@@ -341,13 +342,13 @@ class LeaderChannel:
                 self._last_step, self._reports(), now=now, patience=patience, is_current=is_current
             )
             if stands is not None:
-                self._lose(*stands)
+                self._lose(*stands, by_silence=True)
             if self.failure is not None:
                 self._changed.notify_all()
 
-    def _lose(self, rank: int, cause: str) -> None:
+    def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
         """`_changed` is held. The first loss is the cause of those that follow."""
         if self.failure is None:
-            self.failure = RankLostError(rank, cause)
+            self.failure = RankLostError(rank, cause, by_silence=by_silence)
             logger.error("%s", self.failure)
             threading.Thread(target=self.on_lost, args=(self.failure,), name="lost rank", daemon=True).start()

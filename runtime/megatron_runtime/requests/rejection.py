@@ -8,8 +8,12 @@ from megatron_runtime.wire.headers import ErrorCode
 class RequestRejectedError(Exception):
     """The coordinator refused a request, or gave it up.
 
-    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 503 unavailable, 504 its time is up.
+    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 it ends engines, 503 unavailable, 504 its
+          time is up.
+    is_transient: the same request may be answered later.
     """
+
+    is_transient = True
 
     def __init__(self, code: int, message: str, retry_after_seconds: float | None = None) -> None:
         super().__init__(message)
@@ -42,11 +46,18 @@ class DeadlineExceededError(RequestRejectedError, TimeoutError):
     """The request's time was up."""
 
 
+class EngineFailedError(RequestRejectedError):
+    """The request ends the engines that run it, or its answer cannot be read. The message names its uid."""
+
+    is_transient = False
+
+
 _CLASSES: dict[int, type[RequestRejectedError]] = {
     ErrorCode.INVALID_REQUEST: InvalidRequestError,
     ErrorCode.MODEL_CHANGED: ModelChangedError,
     ErrorCode.TOO_LARGE: RequestTooLargeError,
     ErrorCode.QUEUE_FULL: QueueFullError,
+    ErrorCode.ENGINE_FAILED: EngineFailedError,
     ErrorCode.UNAVAILABLE: UnavailableError,
     ErrorCode.DEADLINE: DeadlineExceededError,
 }

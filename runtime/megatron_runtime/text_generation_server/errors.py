@@ -36,6 +36,7 @@ class ApiError(Exception):
 
     status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
     retry_after_seconds: when trying again makes sense.
+    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless told otherwise.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_seconds: float | None = None,
+        is_final: bool = False,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -53,6 +55,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_seconds = retry_after_seconds
+        self.is_final = is_final
 
     def body(self) -> dict[str, Any]:
         kind = TYPE_OF_STATUS.get(self.status, "server_error")
@@ -63,6 +66,8 @@ class ApiError(Exception):
         headers: dict[str, str] = {}
         if self.retry_after_seconds is not None:
             headers["Retry-After"] = str(max(1, math.ceil(self.retry_after_seconds)))
+        if self.is_final:
+            headers["x-should-retry"] = "false"
         if self.status == 401:
             headers["WWW-Authenticate"] = "Bearer"
         return headers
@@ -121,7 +126,8 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
         retry = 1.0
     field = error.get("field")
     param = field_names.get(field, field) if isinstance(field, str) else None
-    return ApiError(status, message, param=param, code=kind or None, retry_after_seconds=retry)
+    is_final = status >= 500 and error.get("is_transient") is False
+    return ApiError(status, message, param=param, code=kind or None, retry_after_seconds=retry, is_final=is_final)
 
 
 def _field_name(place: Sequence[str | int]) -> str:

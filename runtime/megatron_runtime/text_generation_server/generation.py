@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
@@ -10,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.requests.rejection import ModelChangedError
+from megatron_runtime.requests.rejection import EngineFailedError, ModelChangedError
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.text_generation_server.answer import Answer, Fragment, prompt_log_probs
 from megatron_runtime.text_generation_server.backend import Backend
@@ -18,6 +19,8 @@ from megatron_runtime.text_generation_server.errors import ApiError, from_reply_
 from megatron_runtime.text_generation_server.logprobs import TokenLogProb
 from megatron_runtime.text_generation_server.metrics import RequestObserver, ServerMetrics
 from megatron_runtime.tokenization import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 _MERGE_QUEUE_EVENTS = 64
 _RECONNECT_CHECK_SECONDS = 0.05
@@ -291,6 +294,9 @@ async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
         told = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
         if isinstance(error, ModelChangedError):
             told["type"] = "model_changed"
+        elif isinstance(error, EngineFailedError):
+            logger.error("engine_failed: %s", error)
+            told |= {"type": "engine_failed", "is_transient": False}
         raise from_reply_error(told, field_names=field_names) from error
 
 

@@ -208,6 +208,18 @@ class KeyReport(BaseModel):
     """Those that registered engines and clients came with, each once."""
 
 
+class FailedRequest(BaseModel):
+    """A request that the coordinator failed because it ends engines."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
+    """In hexadecimal digits."""
+    engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
+    """Those that it ended, the first first."""
+    at: float = Field(default=0.0, ge=0, le=1e11)
+    """When it was failed, in seconds since 1970."""
+
+
 class Operation(BaseModel):
     """One control operation as the coordinator remembers it."""
 
@@ -239,6 +251,8 @@ class StatusReply(ControlMessage):
     """All engines were drained: nothing is dispatched to any, those that come later too, until UNPAUSE or STOP."""
     keys: KeyReport | None = None
     """None: without encryption."""
+    failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
+    """The last requests that were failed because they end engines, oldest first; None when there are none."""
 
 
 class Error(ControlMessage):
@@ -250,6 +264,10 @@ class Error(ControlMessage):
     uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
     retry_after_seconds: Seconds | None = None
     incarnation: U64 | None = None
+
+
+ENGINE_FAILED = "engine failed"
+"""Reason of the DISCONNECT of an engine that ends because of what it ran: a step raised, or a rank ended."""
 
 
 class Disconnect(ControlMessage):

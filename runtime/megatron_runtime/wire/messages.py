@@ -31,6 +31,7 @@ from megatron_runtime.wire.codec import (
     unpack_request,
 )
 from megatron_runtime.wire.control_messages import (
+    ENGINE_FAILED,
     Control,
     ControlAck,
     ControlCommit,
@@ -39,6 +40,7 @@ from megatron_runtime.wire.control_messages import (
     EngineOutcome,
     EngineStatus,
     Error,
+    FailedRequest,
     Heartbeat,
     Hello,
     HelloAck,
@@ -63,6 +65,7 @@ from megatron_runtime.wire.request_messages import (
 __all__ = [
     "CONTROL",
     "DETAILS",
+    "ENGINE_FAILED",
     "PARAMETERS",
     "PLAIN",
     "REQUEST",
@@ -77,6 +80,7 @@ __all__ = [
     "EngineStatus",
     "Error",
     "EvictedBlocks",
+    "FailedRequest",
     "Final",
     "Frames",
     "Heartbeat",

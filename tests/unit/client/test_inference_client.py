@@ -14,6 +14,7 @@ from megatron_runtime.inference_client import (
     ControlRefusedError,
     CoordinatorUnreachableError,
     DeadlineExceededError,
+    EngineFailedError,
     HandshakeRefusedError,
     InferenceClient,
     InvalidRequestError,
@@ -242,7 +243,8 @@ class TestRequests:
             (429, QueueFullError),
             (503, UnavailableError),
             (504, DeadlineExceededError),
-            (500, RequestRejectedError),
+            (500, EngineFailedError),
+            (418, RequestRejectedError),
         ],
     )
     def test_a_refusal_has_the_class_of_its_reason(self, code, kind) -> None:

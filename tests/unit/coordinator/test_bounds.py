@@ -1,7 +1,6 @@
 """Whatever comes and however long it goes on: every table stays small, and who does not read costs nobody else."""
 
 import asyncio
-import heapq
 import random
 from collections.abc import Callable, Sized
 from types import ModuleType
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from simulated_clock import SimulatedClock
 
 from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.data_parallel_inference_coordinator import transport as transport_module
@@ -42,41 +42,6 @@ from megatron_runtime.wire.states import EngineState
 
 WEEK_SECONDS = 7 * 24 * 3600
 STEP_SECONDS = 600
-
-
-class SimulatedClock:
-    def __init__(self) -> None:
-        self._now = 1000.0
-        self._due: list[tuple[float, int, Callable[..., Any], tuple[Any, ...]]] = []
-        self._cancelled: set[int] = set()
-        self._count = 0
-
-    def time(self) -> float:
-        return self._now
-
-    def call_at(self, when: float, callback: Callable[..., Any], /, *args: Any) -> "SimulatedTimer":
-        self._count += 1
-        heapq.heappush(self._due, (when, self._count, callback, args))
-        return SimulatedTimer(self._cancelled, self._count)
-
-    def advance(self, seconds: float) -> None:
-        until = self._now + seconds
-        while self._due and self._due[0][0] <= until:
-            when, number, callback, args = heapq.heappop(self._due)
-            if number in self._cancelled:
-                self._cancelled.discard(number)
-                continue
-            self._now = max(self._now, when)
-            callback(*args)
-        self._now = until
-
-
-class SimulatedTimer:
-    def __init__(self, cancelled: set[int], number: int) -> None:
-        self._cancelled, self._number = cancelled, number
-
-    def cancel(self) -> None:
-        self._cancelled.add(self._number)
 
 
 class Sink:

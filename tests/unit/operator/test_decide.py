@@ -10,11 +10,12 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
+from small_cluster import START
 
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, refuse_spec
-from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, Signal
+from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, EmitEvent, FailedRequestReport, Signal
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
 PATHS: dict[tuple[str, str], list[str]] = {
@@ -802,6 +803,44 @@ def test_a_verb_without_trouble_warns_of_nothing(make_cluster: Any, goal: str) -
     cluster.patch(desiredState="Running")
     cluster.settle()
     assert [event for event in cluster.events if event.type == "Warning"] == []
+
+
+def failed_request(number: int) -> FailedRequestReport:
+    return FailedRequestReport(f"{number:032x}", ("demo-engine-0", "demo-engine-1"), START + timedelta(seconds=number))
+
+
+def test_a_request_that_ends_engines_is_in_the_status_and_in_one_event(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.coordinator.failed_requests = [failed_request(1), failed_request(2)]
+    cluster.settle()
+    settled = copy.deepcopy(cluster.status)
+    assert settled["failedRequests"] == [
+        {"id": f"{n:032x}", "engines": ["demo-engine-0", "demo-engine-1"], "time": f"2026-01-01T00:00:0{n}.000Z"}
+        for n in (1, 2)
+    ]
+    events = [event for event in cluster.events if event.reason == "RequestEndsEngines"]
+    assert [event.type for event in events] == ["Warning", "Warning"]
+    assert f"{1:032x}" in events[0].message
+    for _ in range(3):
+        assert decide(cluster.world()).status == settled
+        assert not [action for action in decide(cluster.world()).actions if isinstance(action, EmitEvent)]
+    # The next coordinator knows nothing of them.
+    cluster.coordinator.failed_requests = []
+    assert decide(cluster.world()).status == settled
+    MegatronInferenceStatus.model_validate(settled)
+
+
+def test_only_the_last_failed_requests_are_kept_and_the_status_does_not_flap(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    for first in (0, 10, 20):
+        cluster.coordinator.failed_requests = [failed_request(first + n) for n in range(16)]
+        cluster.settle()
+        settled = copy.deepcopy(cluster.status)
+        assert len(settled["failedRequests"]) == 16
+        assert settled["failedRequests"][-1]["id"] == f"{first + 15:032x}"
+        assert decide(cluster.world()).status == settled
 
 
 def test_an_engine_with_ready_pods_that_its_coordinator_does_not_know_is_said_to_be_lost(make_cluster: Any) -> None:

@@ -15,11 +15,19 @@ from eventually import LONG_SECONDS
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
 from megatron_operator.link.connection import CoordinatorLink, LinkTimings
-from megatron_operator.link.snapshot import without_traffic
+from megatron_operator.link.snapshot import snapshot_of, without_traffic
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
 from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import ControlAck, Disconnect, Final
+from megatron_runtime.wire.messages import (
+    ControlAck,
+    Disconnect,
+    FailedRequest,
+    Final,
+    MalformedMessageError,
+    StatusReply,
+    decode,
+)
 from megatron_runtime.wire.security import KeyPair, PeerKeys
 
 FAST = LinkTimings(
@@ -264,6 +272,22 @@ def test_a_request_that_waits_is_worth_waking_for_only_while_all_sleeps() -> Non
     assert without_traffic(replace(running, queue_length=3)) == without_traffic(running)
     assert without_traffic(replace(asleep, queue_length=3)) != without_traffic(asleep)
     assert without_traffic(replace(asleep, queue_length=3)) == without_traffic(replace(asleep, queue_length=4))
+
+
+def test_failed_requests_are_read_and_are_worth_waking_for() -> None:
+    failed = FailedRequest(uid="0f" * 16, engines=["engine-0", "bad\x1b[31m"], at=1.5)
+    reply = StatusReply(incarnation=1, state=CoordinatorState.RUNNING, failed_requests=[failed])
+    before, after = (
+        snapshot_of(one, refusals={}) for one in (reply.model_copy(update={"failed_requests": None}), reply)
+    )
+    assert without_traffic(before) != without_traffic(after)
+    (found,) = after.failed_requests
+    assert (found.id, found.engines) == ("0f" * 16, ("engine-0", "bad?[31m"))
+    assert found.time.isoformat() == "1970-01-01T00:00:01.500000+00:00"
+    body = msgpack.unpackb(reply.to_frames()[0])
+    body[1]["failed_requests"][0]["uid"] = "<script>"
+    with pytest.raises(MalformedMessageError, match="failed_requests"):
+        decode([msgpack.packb(body)])
 
 
 @pytest.mark.parametrize(

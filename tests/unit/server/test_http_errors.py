@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.inference_client import ModelChangedError, RequestRejectedError
+from megatron_runtime.inference_client import EngineFailedError, ModelChangedError, RequestRejectedError
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
 
@@ -297,6 +297,21 @@ async def test_a_request_for_a_model_that_is_gone_says_so(running: Any, stream: 
     reply = await running.chat(stream=stream)
     assert reply.status_code == 409
     assert (error_of(reply)["code"], error_of(reply)["type"]) == ("model_changed", "conflict_error")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_that_ends_engines_is_named_and_not_repeated(running: Any, stream: bool, caplog: Any) -> None:
+    """OpenAI's clients repeat a request after any 5xx, unless the answer says that they should not."""
+    running.backend.reject = EngineFailedError(500, "request 00ff ended 3 engines")
+    reply = await running.chat(stream=stream)
+    assert reply.status_code == 500
+    assert (error_of(reply)["code"], error_of(reply)["type"]) == ("engine_failed", "server_error")
+    assert "00ff" in error_of(reply)["message"]
+    assert "engine_failed: request 00ff" in caplog.text
+    assert "retry-after" not in reply.headers
+    with pytest.raises(openai.InternalServerError):
+        await running.openai.with_options(max_retries=3).chat.completions.create(**CHAT)
+    assert caplog.text.count("engine_failed: request 00ff") == 2, "the client sent it again"
 
 
 async def test_failure_in_mid_stream_is_an_event(running: Any) -> None:

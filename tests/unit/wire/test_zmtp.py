@@ -96,6 +96,7 @@ async def test_a_message_at_the_limit_passes_and_one_beyond_ends_its_connection(
     assert message == [bytes(LIMIT)]
     await dealer.send(bytes(LIMIT + 100))
     assert await asyncio.wait_for(either.gone.get(), LONG_SECONDS) == peer
+    assert either.ended_by_peer == {peer: False}
     await other.send(b"still here")
     assert (await either.next())[1] == [b"still here"]
 
@@ -208,6 +209,7 @@ async def test_who_goes_is_told_and_who_is_cut_is_not_heard_again(either: Port) 
     stayed, _ = await either.next()
     leaves.close(linger=0)
     assert await asyncio.wait_for(either.gone.get(), LONG_SECONDS) == left
+    assert either.ended_by_peer == {left: True}
     either.router.cut(stayed)
     await stays.send(b"still there?")
     await asyncio.sleep(0.1)
@@ -228,7 +230,9 @@ async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_po
             await silent.frame()
             assert await silent.frame() == (COMMAND, frames.PING)
             await silent.end()
-            assert await asyncio.wait_for(port.gone.get(), LONG_SECONDS) != peer
+            silent = await asyncio.wait_for(port.gone.get(), LONG_SECONDS)
+            assert silent != peer
+            assert port.ended_by_peer == {silent: False}
         await asyncio.sleep(3.0)
         assert list(port.connections) == [peer]
 

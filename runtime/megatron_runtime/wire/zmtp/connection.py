@@ -51,6 +51,7 @@ class Owner(Protocol):
 
 class Connection(asyncio.Protocol):
     """peer: b"" as its routing id until it is admitted. heard: whether anything came since somebody last looked.
+    ended_by_peer: once it is over, whether a FIN or RST of the other side ended it.
 
     max_message_bytes:  a message beyond it ends the connection.
     send_buffer_bytes: what waits to be sent beyond it makes the connection full.
@@ -62,6 +63,8 @@ class Connection(asyncio.Protocol):
         self.peer: PeerId = (0, b"")
         self.heard = True
         self.is_open = False
+        self.ended_by_peer = False
+        self._ended_here = False
         self._owner = owner
         self._received = owner.received
         self._handshake = handshake
@@ -96,8 +99,9 @@ class Connection(asyncio.Protocol):
         if first:
             self._write(frames.frame(COMMAND, first))
 
-    def connection_lost(self, _error: Exception | None) -> None:
+    def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
+        self.ended_by_peer = not self._ended_here and (error is None or isinstance(error, ConnectionError))
         self._rest.clear()
         self._out.clear()
         self._owner.lost(self, self._violation)
@@ -262,10 +266,12 @@ class Connection(asyncio.Protocol):
         """End it when what was sent has gone out."""
         if self._out:
             self.flush()
+        self._ended_here = True
         self._transport.close()
 
     def abort(self) -> None:
         """End it now."""
+        self._ended_here = True
         self._transport.abort()
 
     def _send_command(self, body: bytes) -> None:

@@ -37,7 +37,8 @@ class Router:
     connections:  where those that are admitted are found by their names; other ports may share it.
     handshake:    makes the server's part of a handshake that gives the peer these properties.
     on_message:   called with the peer and the frames of each message. What it raises is logged and counted.
-    on_gone:      called for each connection that ends and that neither cut() nor close() ended.
+    on_gone:      called for each connection that ends and that neither cut() nor close() ended, with the peer and
+                  whether its side ended it: by a FIN or RST, as the system sends for a process that ends.
     on_refused:   called for each connection that ends because its keys do not open the port.
     check_seconds: a connection from which nothing has come for two to three times as long is ended. Asked each time, a
                   peer that lives answers.
@@ -51,7 +52,7 @@ class Router:
         connections: dict[PeerId, Connection],
         handshake: Callable[[bytes], Handshake],
         on_message: Callable[[PeerId, Frames], None],
-        on_gone: Callable[[PeerId], None] = lambda peer: None,
+        on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None,
         on_refused: Callable[[], None] = lambda: None,
         max_message_bytes: int,
         send_buffer_bytes: int,
@@ -207,7 +208,7 @@ class Router:
         if self._connections.get(connection.peer) is connection:
             del self._connections[connection.peer]
             if not self._closing:
-                self._on_gone(connection.peer)
+                self._on_gone(connection.peer, connection.ended_by_peer)
         if violation is not None:
             logger.debug("a connection on port %d was ended: %s", self._number, violation)
         if isinstance(violation, NotAdmittedError):

@@ -1,0 +1,365 @@
+"""A coordinator, engines and a client in one thread, on a clock that stands until a turn is played.
+
+Engines generate as echo engines do. A request whose prompt begins with POISON ends the engine that runs it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from simulated_clock import SimulatedClock
+
+from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, Sent
+from megatron_runtime.engines.echo_executor import echo_answer, echo_token
+from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.wire.messages import (
+    ENGINE_FAILED,
+    Abort,
+    Control,
+    ControlAck,
+    ControlCommit,
+    Disconnect,
+    Dispatch,
+    Error,
+    Final,
+    Heartbeat,
+    Hello,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    Submit,
+    decode,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
+from megatron_runtime.wire.states import TRANSITIONS, EngineState
+
+POISON = 666
+VOCABULARY = 50_000
+TURN_SECONDS = 0.1
+Peer = tuple[int, bytes]
+
+
+class Wire:
+    """Stands in for the transport: keeps what is sent until its receiver's next turn."""
+
+    gatekeeper = None
+
+    def __init__(self, _settings: CoordinatorSettings, receive: Any, gone: Any) -> None:
+        self.receive, self.gone = receive, gone
+        self.addresses: dict[Role, str] = {}
+        self.inboxes: dict[Peer, deque[Any]] = {}
+
+    def start(self) -> None: ...
+
+    def stop(self) -> None: ...
+
+    def sender_key(self, _peer: Peer) -> bytes:
+        return b""
+
+    def admits(self, _peer: Peer, _key: bytes) -> bool:
+        return True
+
+    def key_report(self, _connected: Any) -> None:
+        return None
+
+    def send(self, peer: Peer, frames: list[bytes]) -> Sent:
+        inbox = self.inboxes.get(peer)
+        if inbox is None:
+            return Sent.GONE
+        inbox.append(decode(frames))
+        return Sent.OK
+
+
+@dataclass(eq=False)
+class Job:
+    dispatch_id: int
+    prompt: list[int]
+    tokens: list[int]
+    budget: int
+    uid: bytes = b""
+    route: int = 0
+    streaming: bool = False
+
+
+@dataclass(eq=False)
+class SimulatedEngine:
+    """poison_length: tokens of prompt and answer at which a poison request ends the engine.
+
+    silent: neither generates nor sends. reported: what heartbeats say is running; None: the truth.
+    """
+
+    name: str
+    peer: Peer
+    incarnation: int
+    max_requests: int = 64
+    model: str = ""
+    plain: bool = False
+    poison_length: int = 1
+    alive: bool = True
+    silent: bool = False
+    loading_turns: int = 0
+    state: EngineState = EngineState.RUNNING
+    failing: set[Header] = field(default_factory=set)
+    jobs: dict[int, Job] = field(default_factory=dict)
+    most_jobs: int = 0
+    ran: list[bytes] = field(default_factory=list)
+
+    def hello(self, *, serving: bool) -> Hello:
+        return Hello(
+            role=Role.ENGINE,
+            name=self.name,
+            incarnation=self.incarnation,
+            serving=serving,
+            state=self.state,
+            model=self.model,
+            max_requests=self.max_requests,
+        )
+
+
+@dataclass(eq=False)
+class Asked:
+    """A request of the client, and what has come of it."""
+
+    uid: bytes
+    prompt: list[int]
+    length: int
+    tokens: list[int] = field(default_factory=list)
+    answer: list[int] | None = None
+    error: Error | None = None
+    reply: dict[str, Any] | None = None
+
+    @property
+    def ended(self) -> bool:
+        return self.answer is not None or self.error is not None or self.reply is not None
+
+    def check(self) -> None:
+        """It was answered as by an engine that nothing ever disturbed."""
+        assert self.error is None, self.error
+        assert self.answer == echo_answer(self.prompt, self.length, vocab_size=VOCABULARY)
+        assert self.tokens == self.answer[: len(self.tokens)], "a token was lost, doubled or moved"
+
+
+class SimulatedFleet:
+    def __init__(self, *, seed: int = 1, suspect: float = 2.0, dead: float = 10.0, **settings: Any) -> None:
+        self.clock = SimulatedClock()
+        self.random = random.Random(seed)
+        timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
+        self.coordinator = Coordinator(
+            CoordinatorSettings(timing=timing, **settings),
+            clock=self.clock,
+            transport=Wire,  # type: ignore[arg-type]
+        )
+        self.coordinator.start()
+        self.wire: Wire = self.coordinator.transport  # type: ignore[assignment]
+        self.engines: dict[str, SimulatedEngine] = {}
+        self.asked: dict[bytes, Asked] = {}
+        self.crashes: list[str] = []
+        """Names of engines that a poison request or crash() ended, in order."""
+        self.restart_turns: int | None = None
+        """A crashed engine comes back after so many turns; None: never."""
+        self._returning: list[list[Any]] = []
+        self._count = 0
+        self.client = self._peer(Role.CLIENT)
+        self.admin = self._peer(Role.ADMIN)
+        self.acks: list[ControlAck] = []
+        self.say(self.client, Hello(role=Role.CLIENT, name="client", incarnation=1))
+        self.say(self.admin, Hello(role=Role.ADMIN, name="admin", incarnation=1))
+
+    def _peer(self, port: int) -> Peer:
+        self._count += 1
+        peer = (int(port), b"p%d" % self._count)
+        self.wire.inboxes[peer] = deque()
+        return peer
+
+    def say(self, peer: Peer, message: Any) -> None:
+        self.coordinator.receive(peer, message.to_frames())
+
+    # --- engines ------------------------------------------------------------------------------------------------
+
+    def engine(self, name: str, *, loading_turns: int = 0, **options: Any) -> SimulatedEngine:
+        """Start a process: it registers now and serves after `loading_turns`."""
+        engine = SimulatedEngine(
+            name, self._peer(Role.ENGINE), self.random.getrandbits(63), loading_turns=loading_turns, **options
+        )
+        self.engines[name] = engine
+        self.say(engine.peer, engine.hello(serving=False))
+        if not loading_turns:
+            self.say(engine.peer, engine.hello(serving=True))
+        return engine
+
+    def plain_engine(self, name: str) -> SimulatedEngine:
+        """Needs `single_port=True`."""
+        peer = (SHARED_PORT, name.encode())
+        self.wire.inboxes[peer] = deque()
+        engine = self.engines[name] = SimulatedEngine(name, peer, 0, plain=True)
+        self.coordinator.receive(peer, [b""])
+        return engine
+
+    def cut(self, engine: SimulatedEngine, *, by_peer: bool = True) -> None:
+        """End its connection. The process lives."""
+        self.wire.inboxes.pop(engine.peer, None)
+        self.coordinator.gone(engine.peer, by_peer)
+
+    def crash(self, engine: SimulatedEngine) -> None:
+        """The process ends by a signal."""
+        engine.alive = False
+        self.crashes.append(engine.name)
+        if self.restart_turns is not None:
+            self._returning.append([self.restart_turns, engine])
+        self.cut(engine)
+
+    def reconnect(self, engine: SimulatedEngine) -> None:
+        """An engine that lives, on a new connection. It forgets what it had."""
+        engine.peer = self._peer(Role.ENGINE)
+        engine.incarnation = self.random.getrandbits(63)
+        engine.jobs.clear()
+        self.say(engine.peer, engine.hello(serving=True))
+
+    def leave(self, engine: SimulatedEngine, reason: str = "engine leaves") -> None:
+        engine.alive = False
+        if reason == ENGINE_FAILED:
+            self.crashes.append(engine.name)
+        self.say(engine.peer, Disconnect(reason=reason))
+        self.wire.inboxes.pop(engine.peer, None)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def ask(self, *prompt: int, tokens: int = 40, streaming: bool = True, model: str = "", **meta: Any) -> Asked:
+        asked = Asked(self.random.randbytes(16), list(prompt), tokens)
+        self.asked[asked.uid] = asked
+        params = pack({"num_tokens_to_generate": tokens, "streaming": streaming})
+        if model:
+            self.say(self.client, Hello(role=Role.CLIENT, name="client", incarnation=1, model=model))
+        submit = Submit(asked.uid, RequestMeta(streaming, 1, **meta), tokens_to_bytes(asked.prompt), b"", params)
+        self.say(self.client, submit)
+        return asked
+
+    def abort(self, asked: Asked) -> None:
+        del self.asked[asked.uid]
+        self.say(self.client, Abort(asked.uid))
+
+    def control(self, kind: Header, **options: Any) -> None:
+        self.say(self.admin, Control(kind=kind, operation_id=f"op-{self.random.random()}", fence=1, **options))
+
+    # --- turns --------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        """Everybody reads what was sent, engines make one step, and a little time passes."""
+        for engine in list(self.engines.values()):
+            if engine.alive:
+                self._play(engine)
+        self._read()
+        for item in list(self._returning):
+            item[0] -= 1
+            if item[0] <= 0:
+                self._returning.remove(item)
+                gone = item[1]
+                self.engine(gone.name, model=gone.model, poison_length=gone.poison_length, loading_turns=2)
+        self.clock.advance(TURN_SECONDS)
+        self.coordinator.check_integrity()
+
+    def turns(self, number: int) -> None:
+        for _ in range(number):
+            self.turn()
+
+    def until(self, condition: Any, *, turns: int = 3000) -> None:
+        for _ in range(turns):
+            if condition():
+                return
+            self.turn()
+        raise AssertionError(f"not within {turns} turns")
+
+    def finish(self, *, turns: int = 3000) -> None:
+        """Until every request has its answer or its error."""
+        self.until(lambda: all(asked.ended for asked in self.asked.values()), turns=turns)
+
+    def _play(self, engine: SimulatedEngine) -> None:
+        if engine.loading_turns:
+            engine.loading_turns -= 1
+            if not engine.loading_turns:
+                self.say(engine.peer, engine.hello(serving=True))
+        if engine.silent:
+            return
+        inbox = self.wire.inboxes.get(engine.peer)
+        while inbox:
+            self._obey(engine, inbox.popleft())
+        if engine.state is EngineState.RUNNING:
+            self._step(engine)
+        if engine.alive and not engine.plain:
+            self.say(engine.peer, Heartbeat(incarnation=1, state=engine.state, running=len(engine.jobs)))
+
+    def _obey(self, engine: SimulatedEngine, message: Any) -> None:
+        match message:
+            case Dispatch():
+                prompt = tokens_from_bytes(message.prompt).tolist()
+                job = Job(message.dispatch_id, prompt, tokens_from_bytes(message.generated).tolist(), 0)
+                job.budget = unpack(message.params)["num_tokens_to_generate"]
+                job.uid, job.route, job.streaming = message.uid, message.route, message.meta.streaming
+                engine.jobs[job.dispatch_id] = job
+                engine.ran.append(message.uid)
+            case Abort(id=number):
+                engine.jobs.pop(number, None)
+            case Control(kind=kind, operation_id=operation_id):
+                ok = kind not in engine.failing
+                if ok and kind in TRANSITIONS:
+                    engine.state = TRANSITIONS[kind].passing
+                ack = ControlAck(operation_id=operation_id or "-", ok=ok, state=engine.state, ranks=1)
+                self.say(engine.peer, ack)
+            case ControlCommit(state=EngineState() as state):
+                engine.state = state
+            case _ if engine.plain and getattr(message, "items", [0])[0] == Header.SUBMIT_REQUEST:
+                _, number, prompt, params, _ = message.items
+                engine.jobs[number] = Job(number, prompt, [], params["num_tokens_to_generate"])
+
+    def _step(self, engine: SimulatedEngine) -> None:
+        engine.most_jobs = max(engine.most_jobs, len(engine.jobs))
+        for job in engine.jobs.values():
+            if job.prompt[0] == POISON and len(job.prompt) + len(job.tokens) >= engine.poison_length:
+                self.crash(engine)
+                return
+        for job in list(engine.jobs.values()):
+            job.tokens.append(echo_token(job.prompt + job.tokens, VOCABULARY))
+            if len(job.tokens) >= job.budget:
+                del engine.jobs[job.dispatch_id]
+                self._answer(engine, job)
+            elif job.streaming:
+                entry = PartialEntry(job.uid, job.dispatch_id, len(job.tokens) - 1, 1)
+                self.say(engine.peer, Partial(job.route, [entry], tokens_to_bytes(job.tokens[-1:])))
+
+    def _answer(self, engine: SimulatedEngine, job: Job) -> None:
+        reply = {"status": "COMPLETED", "finish_reason": "length"}
+        if engine.plain:
+            output = {**reply, "request_id": job.dispatch_id, "generated_tokens": job.tokens}
+            self.coordinator.receive(engine.peer, [pack([int(Header.ENGINE_REPLY), [output]])])
+        else:
+            self.say(engine.peer, Final(job.dispatch_id, job.uid, tokens_to_bytes(job.tokens), pack(reply)))
+
+    def _read(self) -> None:
+        inbox = self.wire.inboxes[self.client]
+        while inbox:
+            match inbox.popleft():
+                case Partial() as partial:
+                    new = iter(tokens_from_bytes(partial.tokens).tolist())
+                    for uid, _, offset, count in partial.entries:
+                        tokens = [next(new) for _ in range(count)]
+                        asked = self.asked.get(uid)
+                        if asked is not None:
+                            assert offset == len(asked.tokens), "a partial is not the next one"
+                            asked.tokens += tokens
+                case Final() as final if final.uid in self.asked:
+                    self.asked[final.uid].answer = tokens_from_bytes(final.tokens).tolist()
+                case Error(uid=bytes() as uid) as error if uid in self.asked:
+                    self.asked[uid].error = error
+        inbox = self.wire.inboxes[self.admin]
+        while inbox:
+            message = inbox.popleft()
+            if isinstance(message, ControlAck):
+                self.acks.append(message)
