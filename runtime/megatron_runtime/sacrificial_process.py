@@ -1,0 +1,257 @@
+"""A child process for work that may crash, hang or exhaust memory: the parent survives and gets an exception.
+
+The parent holds a SacrificialProcess and calls it with bytes. The child is a module that calls serve() in its `main`.
+The child starts as a fresh interpreter at the first call, handles one call at a time, and starts again at the next call
+after it died. It ends with its parent, however the parent ends.
+
+    # child: megatron_runtime/example.py
+    def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+        return lambda request: setup + request
+
+    if __name__ == "__main__":
+        serve(prepare)
+
+    # parent
+    helper = SacrificialProcess("megatron_runtime.example", memory_bytes=1 << 30, setup=b"prefix ")
+    helper.call(b"text", timeout_seconds=5.0)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+START_SECONDS = 120.0
+"""Time for the interpreter to start and for `prepare`; generous, for a loaded host."""
+
+MAX_REPLY_BYTES = 16 << 20
+
+_OUT_OF_MEMORY = 3
+"""Exit status of a child whose handler raised MemoryError."""
+
+_ALARM_GRACE_SECONDS = 1.0
+"""The child's own alarm goes off this long after the parent's timeout; it ends a child whose parent died."""
+
+_PARENT_POLL_SECONDS = 0.5
+
+_REQUEST = struct.Struct("<dQ")
+"""Seconds until the alarm, and length."""
+
+_REPLY = struct.Struct("<Q")
+
+
+class ProcessLostError(RuntimeError):
+    """The child died, exceeded its timeout or its memory. The message says which: "it was killed by signal SIGSEGV"."""
+
+
+class ProcessStartError(RuntimeError):
+    """The child could not be started, or failed in `prepare`: no fault of the request."""
+
+
+class SacrificialProcess:
+    """A child that runs `module` and handles calls. Thread-safe; concurrent calls run one after the other.
+
+    module:          dotted name; its `__main__` part calls serve().
+    memory_bytes:    limit of the child's address space (RLIMIT_AS), interpreter included.
+    stack_bytes:     limit of the stack of the child's main thread, which runs the handler; None keeps the system's.
+    setup:           passed to `prepare` of serve() each time the child starts.
+    max_reply_bytes: a longer reply ends the child.
+    """
+
+    def __init__(
+        self,
+        module: str,
+        *,
+        memory_bytes: int,
+        stack_bytes: int | None = None,
+        setup: bytes = b"",
+        max_reply_bytes: int = MAX_REPLY_BYTES,
+    ) -> None:
+        self._module = module
+        self._memory_bytes = memory_bytes
+        self._stack_bytes = stack_bytes
+        self._setup = setup
+        self._max_reply_bytes = max_reply_bytes
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._channel: socket.socket | None = None
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the child; None while there is none."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    def call(self, request: bytes, *, timeout_seconds: float) -> bytes:
+        """Return what the child's handler returns for `request`.
+
+        timeout_seconds: wall-clock time for the handler. The time to start a child does not count.
+
+        Raises:
+            ProcessLostError: the child died, or was killed because it exceeded a limit. The next call starts a new one.
+            ProcessStartError: there is no child to call; a later call tries again, unless close() was called.
+        """
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._start()
+            return self._exchange(request, timeout_seconds)
+
+    def close(self) -> None:
+        """Kill the child. A call in progress raises ProcessLostError, later ones ProcessStartError. Idempotent."""
+        self._is_closed = True
+        process = self._process
+        if process is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            numbers = (theirs.fileno(), os.getpid(), self._memory_bytes, self._stack_bytes or 0)
+            try:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", self._module, *map(str, numbers)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),),
+                    # Ctrl-C in a terminal reaches the whole process group; only the parent ends the child.
+                    start_new_session=True,
+                )
+            except OSError as error:
+                ours.close()
+                raise ProcessStartError(f"{self._module} could not be started: {error}") from error
+        self._channel = ours
+        if self._is_closed:  # close() may have looked for the process before there was one
+            self._end()
+            raise ProcessStartError(f"{self._module} was closed")
+        try:
+            self._exchange(self._setup, START_SECONDS)
+        except ProcessLostError as error:
+            raise ProcessStartError(f"{self._module} did not start: {error}") from error
+
+    def _exchange(self, request: bytes, timeout_seconds: float) -> bytes:
+        assert self._channel is not None
+        deadline = time.monotonic() + timeout_seconds
+        try:
+            self._channel.settimeout(timeout_seconds)
+            self._channel.sendall(_REQUEST.pack(timeout_seconds + _ALARM_GRACE_SECONDS, len(request)) + request)
+            (size,) = _REPLY.unpack(_receive(self._channel, _REPLY.size, deadline=deadline))
+            if size > self._max_reply_bytes:
+                raise ProcessLostError(f"its reply has {size} bytes, at most {self._max_reply_bytes} are allowed")
+            return _receive(self._channel, size, deadline=deadline)
+        except TimeoutError as error:
+            self._end()
+            raise ProcessLostError(f"it took longer than {timeout_seconds:g} s") from error
+        except OSError as error:
+            raise ProcessLostError(self._cause_of_death()) from error
+        except BaseException:  # also KeyboardInterrupt: the next call would read the reply to this one
+            self._end()
+            raise
+
+    def _cause_of_death(self) -> str:
+        assert self._process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_ALARM_GRACE_SECONDS)
+        status = self._process.returncode
+        self._end()
+        if status == _OUT_OF_MEMORY:
+            return f"it needed more than {self._memory_bytes >> 20} MiB of memory"
+        if status == -signal.SIGALRM:
+            return "it took too long"
+        if status is not None and status < 0:
+            return f"it was killed by signal {signal.Signals(-status).name}"
+        return f"it ended with exit status {status}"
+
+    def _end(self) -> None:
+        """Kill and reap the child, if there is one."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+
+def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
+    """Be the child: handle calls until the parent closes the connection or ends.
+
+    prepare: gets the setup, returns the handler of requests. An exception of the handler ends the child: a handler
+             encodes the errors that its callers shall see.
+    """
+    descriptor, parent, memory_bytes, stack_bytes = map(int, sys.argv[1:5])
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    _limit(memory_bytes, stack_bytes)
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    with socket.socket(fileno=descriptor) as channel, contextlib.suppress(ConnectionError):
+        try:
+            handle = prepare(_next_request(channel))
+            _reply(channel, b"")
+            # Native code prints what made it crash, which is a client's text: it is no log line of this program.
+            with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), sys.stderr.fileno())
+            while True:
+                _reply(channel, handle(_next_request(channel)))
+        except MemoryError:
+            os._exit(_OUT_OF_MEMORY)
+
+
+def _limit(memory_bytes: int, stack_bytes: int) -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _lower(resource.RLIMIT_AS, memory_bytes)
+    if stack_bytes:
+        _lower(resource.RLIMIT_STACK, stack_bytes)
+    # Where a host or container runs out of memory, the kernel kills this process before its parent.
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
+        score.write("1000")
+
+
+def _lower(which: int, limit: int) -> None:
+    _, hard = resource.getrlimit(which)
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(which, (limit, limit))
+
+
+def _end_with(parent: int) -> None:
+    """End this process when its parent is gone. While native code holds the interpreter, the alarm does it."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_SECONDS)
+    os._exit(1)
+
+
+def _next_request(channel: socket.socket) -> bytes:
+    seconds, size = _REQUEST.unpack(_receive(channel, _REQUEST.size))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    return _receive(channel, size)
+
+
+def _reply(channel: socket.socket, reply: bytes) -> None:
+    channel.sendall(_REPLY.pack(len(reply)) + reply)
+    signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _receive(channel: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
+    """Exactly `size` bytes. Raises ConnectionError at the end of the connection, TimeoutError after the deadline."""
+    received = bytearray()
+    while len(received) < size:
+        if deadline is not None:
+            channel.settimeout(max(deadline - time.monotonic(), 1e-3))
+        part = channel.recv(min(size - len(received), 1 << 20))
+        if not part:
+            raise ConnectionResetError("the other side closed the connection")
+        received += part
+    return bytes(received)
