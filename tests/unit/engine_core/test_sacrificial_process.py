@@ -96,6 +96,15 @@ async def test_closing_ends_a_call_in_progress_and_the_process(helper: Sacrifici
 
 @pytest.mark.parametrize("work", ["sleep 600", "hold 600", ""], ids=["busy", "busy in native code", "idle"])
 async def test_it_ends_with_a_parent_that_is_killed(work: str) -> None:
+    pid = pid_whose_parent_was_killed(work)
+
+    async def is_gone() -> bool:
+        return not is_alive(pid)
+
+    await eventually(is_gone, what="the end of the process whose parent was killed")
+
+
+def pid_whose_parent_was_killed(work: str) -> int:
     program = f"""
 import sys, threading, time
 from megatron_runtime.sacrificial_process import SacrificialProcess
@@ -108,18 +117,12 @@ print(helper.pid, flush=True)
 time.sleep(600)
 """
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT)}
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment)
-    assert parent.stdout is not None
-    pid = int(parent.stdout.readline())
-    assert is_alive(pid)
-    parent.kill()
-    parent.wait()
-    parent.stdout.close()
-
-    async def is_gone() -> bool:
-        return not is_alive(pid)
-
-    await eventually(is_gone, what="the end of the process whose parent was killed")
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, env=environment) as parent:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert is_alive(pid)
+        parent.kill()
+    return pid
 
 
 def is_alive(pid: int) -> bool:
