@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 START_SECONDS = 120.0
@@ -62,7 +63,7 @@ class SacrificialProcess:
 
     module:          dotted name; its `__main__` part calls serve().
     memory_bytes:    limit of the child's address space (RLIMIT_AS), interpreter included.
-    stack_bytes:     limit of the stack of the child's main thread, which runs the handler; None keeps the system's.
+    stack_bytes:     size of the stack of the child's thread that runs the handler; None means the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
     max_reply_bytes: a longer reply ends the child.
     """
@@ -193,37 +194,43 @@ def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
     """
     descriptor, parent, memory_bytes, stack_bytes = map(int, sys.argv[1:5])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
-    _limit(memory_bytes, stack_bytes)
+    _limit(memory_bytes)
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
-    with socket.socket(fileno=descriptor) as channel, contextlib.suppress(ConnectionError):
-        try:
+    threading.stack_size(stack_bytes)  # 0 means the default
+    threading.Thread(target=_handle_calls, args=(descriptor, prepare)).start()
+
+
+def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
+    status = 0
+    try:
+        with socket.socket(fileno=descriptor) as channel:
             handle = prepare(_next_request(channel))
             _reply(channel, b"")
-            # Native code prints what made it crash, which is a client's text: it is no log line of this program.
+            # Native code prints what made it crash, which is a client's text: keep it out of this program's log.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stderr.fileno())
             while True:
                 _reply(channel, handle(_next_request(channel)))
-        except MemoryError:
-            os._exit(_OUT_OF_MEMORY)
+    except ConnectionError:  # the parent closed it
+        pass
+    except MemoryError:
+        status = _OUT_OF_MEMORY
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    os._exit(status)
 
 
-def _limit(memory_bytes: int, stack_bytes: int) -> None:
+def _limit(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _lower(resource.RLIMIT_AS, memory_bytes)
-    if stack_bytes:
-        _lower(resource.RLIMIT_STACK, stack_bytes)
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    if hard != resource.RLIM_INFINITY:
+        memory_bytes = min(memory_bytes, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     # Where a host or container runs out of memory, the kernel kills this process before its parent.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
-
-
-def _lower(which: int, limit: int) -> None:
-    _, hard = resource.getrlimit(which)
-    if hard != resource.RLIM_INFINITY:
-        limit = min(limit, hard)
-    resource.setrlimit(which, (limit, limit))
 
 
 def _end_with(parent: int) -> None:
@@ -240,8 +247,8 @@ def _next_request(channel: socket.socket) -> bytes:
 
 
 def _reply(channel: socket.socket, reply: bytes) -> None:
-    channel.sendall(_REPLY.pack(len(reply)) + reply)
     signal.setitimer(signal.ITIMER_REAL, 0)
+    channel.sendall(_REPLY.pack(len(reply)) + reply)
 
 
 def _receive(channel: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
