@@ -77,13 +77,29 @@ class TextGenerationController:
         """
         if params.structured_output is None:
             return None
+        return self._grammar_compiler().begin(params.structured_output, generated)
+
+    def is_grammar_known(self, params: SamplingParams) -> bool:
+        """Whether begin_grammar() returns without compiling."""
+        return params.structured_output is None or (
+            self._grammars is not None and self._grammars.is_known(params.structured_output)
+        )
+
+    def close_grammars(self) -> None:
+        """End the process that tries grammars. It starts again when the next grammar needs it."""
+        with self._grammar_lock:
+            grammars, self._grammars = self._grammars, None
+        if grammars is not None:
+            grammars.close()
+
+    def _grammar_compiler(self) -> GrammarCompiler:
         with self._grammar_lock:
             if self._grammars is None:
                 from megatron_runtime.sampling.structured_output import GrammarCompiler
 
                 vocab_size = self.padded_vocab_size or self.tokenizer.vocab_size
                 self._grammars = GrammarCompiler(self.tokenizer, vocab_size=vocab_size)
-            return self._grammars.begin(params.structured_output, generated)
+            return self._grammars
 
     # --- a step -------------------------------------------------------------------------------------------------
 
