@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
+from megatron_runtime.engines.grammar_queue import GrammarQueue
 from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
@@ -91,6 +93,7 @@ class EngineWorker:
             finish_early=lambda dispatch_id: self._thread.call(lambda engine: engine.abort_request(dispatch_id)),
             detokenizer=loaded.detokenizer,
         )
+        self._grammars = GrammarQueue()
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self._thread, self._lifecycle, loaded.engine.stats))
@@ -115,6 +118,8 @@ class EngineWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
             self._link.close("engine failed" if self.failure else "engine leaves")
+            self._grammars.close()
+            await asyncio.to_thread(self._loaded.close_grammars)
             await self._thread.stop()
             if health is not None:
                 await health.stop()
@@ -183,6 +188,7 @@ class EngineWorker:
 
     def _abort(self, dispatch_id: int) -> None:
         self._outputs.forget(dispatch_id)
+        self._grammars.drop(dispatch_id)
         self._thread.call(lambda engine: engine.abort_request(dispatch_id))
 
     def _on_message(self, message: Message) -> None:
@@ -287,26 +293,35 @@ class EngineWorker:
         if params.structured_output is None:
             self._add(dispatch, params, grammar=None)
             return
-        # Compiling a grammar may take a while; steps and other requests go on meanwhile.
-        compiled = asyncio.ensure_future(asyncio.to_thread(self._loaded.begin_grammar, params, generated.tolist()))
-        compiled.add_done_callback(lambda future: self._add_compiled(dispatch, params, future))
+        received = time.monotonic()
+        tokens = generated.tolist()
+        self._grammars.add(
+            dispatch.dispatch_id,
+            lambda: self._loaded.begin_grammar(params, tokens),
+            is_known=self._loaded.is_grammar_known(params),
+            deadline_seconds=_deadline_seconds(dispatch),
+            on_done=lambda begun: self._add_begun(dispatch, params, begun, received=received),
+        )
 
-    def _add_compiled(
-        self, dispatch: Dispatch, params: SamplingParams, compiled: asyncio.Future[GrammarState | None]
+    def _add_begun(
+        self, dispatch: Dispatch, params: SamplingParams, begun: asyncio.Task[GrammarState | None], *, received: float
     ) -> None:
-        if compiled.cancelled() or compiled.exception() is not None:
-            self._refuse_if_failed(dispatch, compiled)
+        if begun.exception() is not None:
+            self._refuse_if_failed(dispatch, begun)
         elif dispatch.dispatch_id in self._outputs.open:
-            self._add(dispatch, params, grammar=compiled.result())
+            self._add(dispatch, params, grammar=begun.result(), waited=time.monotonic() - received)
 
-    def _add(self, dispatch: Dispatch, params: SamplingParams, *, grammar: GrammarState | None) -> None:
+    def _add(
+        self, dispatch: Dispatch, params: SamplingParams, *, grammar: GrammarState | None, waited: float = 0.0
+    ) -> None:
+        deadline_seconds = _deadline_seconds(dispatch)
         request = EngineRequest(
             request_id=dispatch.dispatch_id,
             prompt_tokens=tokens_from_bytes(dispatch.prompt),
             generated_tokens=tokens_from_bytes(dispatch.generated),
             sampling_params=params,
             seed=dispatch.meta.seed,
-            deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
+            deadline_seconds=None if deadline_seconds is None else max(0.0, deadline_seconds - waited),
             grammar=grammar,
         )
         added = self._thread.call(lambda engine: engine.add_request(request))
@@ -318,6 +333,9 @@ class EngineWorker:
             self._outputs.refuse(dispatch, ErrorCode.QUEUE_FULL, error)
         elif isinstance(error, ValueError):
             self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
+        elif isinstance(error, TimeoutError):
+            message = f"the request had {_deadline_seconds(dispatch):g} s, which ended while its grammar was compiled"
+            self._outputs.refuse(dispatch, ErrorCode.DEADLINE, message)
         elif isinstance(error, EngineStopped):
             # Not this request's fault: as the engine leaves, the coordinator gives what is unanswered to another.
             logger.info("request %d came when the engine had stopped", dispatch.dispatch_id)
@@ -337,6 +355,10 @@ class EngineWorker:
         """End the engine with this cause, if it has no earlier one."""
         self.failure = self.failure or error
         self.ended.set()
+
+
+def _deadline_seconds(dispatch: Dispatch) -> float | None:
+    return None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000
 
 
 async def _serve(settings: EngineSettings) -> BaseException | None:

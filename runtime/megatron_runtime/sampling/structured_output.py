@@ -46,7 +46,8 @@ _KEPT_BYTES = 256 << 20
 """Compiled grammars kept for the next request with the same one: most of them, and most memory of them all."""
 
 _REJECTED = 1024
-"""Rejected grammars remembered, by hash: a repeated one costs no process."""
+_REJECTED_SECONDS = 300.0
+"""Rejected grammars remembered, by hash, and for how long: a repeated one costs no process."""
 
 Mask = npt.NDArray[np.uint32]
 
@@ -80,6 +81,7 @@ class GrammarState:
         self._tokens = 0
         self._seconds = 0.0
         self._stopped = False
+        self._fresh = False
         self._failure: str | None = None
         self._mask: Future[Mask | None] = Future()
         for token in generated:
@@ -93,11 +95,17 @@ class GrammarState:
             return
         self._consume(token)
         if not self.is_complete:
+            self._fresh = True
             self._mask = self._masks.submit(self._compute)
 
     def wait(self, seconds: float) -> bool:
         """Wait at most so long until the mask of the next token is there. Returns whether it is."""
         return not wait([self._mask], timeout=seconds).not_done
+
+    def is_fresh(self) -> bool:
+        """Whether this is the first call since the mask under computation was begun."""
+        was_fresh, self._fresh = self._fresh, False
+        return was_fresh
 
     @property
     def is_ready(self) -> bool:
@@ -170,7 +178,8 @@ class GrammarCompiler:
         self._compiling = threading.Lock()
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
-        self._rejected: OrderedDict[bytes, str] = OrderedDict()
+        self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        """Why, and until when, of time.monotonic(): the process may have died of something else."""
 
     @property
     def process_id(self) -> int | None:
@@ -196,9 +205,12 @@ class GrammarCompiler:
 
     def is_known(self, structure: Mapping[str, Any]) -> bool:
         """Whether begin() returns, or raises, without compiling."""
-        key = _key(structure)
+        try:
+            key = _key(structure)
+        except RecursionError:  # nested so deeply that check_structure() rejects it
+            return True
         with self._lock:
-            return key in self._compiled or key in self._rejected
+            return key in self._compiled or self._rejection(key) is not None
 
     def close(self) -> None:
         """End the process and the threads. A begin() in progress raises."""
@@ -207,9 +219,8 @@ class GrammarCompiler:
 
     def _known(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher | None:
         with self._lock:
-            reason = self._rejected.get(key)
+            reason = self._rejection(key)
             if reason is not None:
-                self._rejected.move_to_end(key)
                 raise _invalid(structure, reason)
             found = self._compiled.get(key)
             if found is None:
@@ -235,9 +246,13 @@ class GrammarCompiler:
                 kept -= self._compiled.popitem(last=False)[1][1]
             return matcher.deep_copy()
 
+    def _rejection(self, key: bytes) -> str | None:
+        reason, until = self._rejected.get(key, (None, 0.0))
+        return reason if time.monotonic() < until else None
+
     def _reject(self, key: bytes, reason: str) -> None:
         with self._lock:
-            self._rejected[key] = reason
+            self._rejected[key] = reason, time.monotonic() + _REJECTED_SECONDS
             if len(self._rejected) > _REJECTED:
                 self._rejected.popitem(last=False)
 
