@@ -24,6 +24,7 @@ class InvalidSamplingParamsError(ValueError):
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(f"sampling parameter {field}={value!r} is invalid: use {allowed}")
         self.field = field
+        self.allowed = allowed
 
 
 @dataclass(eq=True)

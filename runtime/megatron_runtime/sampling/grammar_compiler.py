@@ -22,7 +22,7 @@ from megatron_runtime.sacrificial_process import SacrificialProcess, serve
 _LIMITS = {
     "initial_lexer_fuel": 100_000,
     "step_lexer_fuel": 100_000,
-    "step_max_items": 10_000,
+    "step_max_items": 20_000,
     "max_items_in_row": 2_000,
     "max_lexer_states": 20_000,
     "max_grammar_size": 100_000,

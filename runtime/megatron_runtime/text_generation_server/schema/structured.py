@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationInfo, field_validator
 
-MAX_FORM_BYTES = 256 * 1024
-MAX_OPTIONS = 4096
+from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES, MAX_GRAMMAR_BYTES, check_structure
+from megatron_runtime.sampling_params import InvalidSamplingParamsError
 
-GuidedChoice = Annotated[list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=MAX_OPTIONS)]
+GuidedChoice = Annotated[
+    list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=MAX_ALTERNATIVES)
+]
 JsonSchema = dict[str, Any] | StrictBool
 
 
@@ -115,8 +117,12 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
     if kind == "json_object":
         return {"type": kind, "value": None}
     if kind == "json_schema" and isinstance(value, str):
+        if len(value) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"use at most {MAX_GRAMMAR_BYTES} bytes: shorten it (it has {len(value)})", field)
         try:
             value = json.loads(value)
+        except RecursionError as error:
+            raise ValueError("the JSON schema is nested too deeply: nest less deeply", field) from error
         except ValueError as error:
             raise ValueError(f"the JSON schema is not valid JSON: {error}", field) from error
     if kind == "json_schema" and not isinstance(value, dict):
@@ -125,7 +131,9 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
         if not value:
             raise ValueError("the JSON schema 'false' allows no answer: give an object", field)
         value = {}
-    size = len(json.dumps(value))
-    if size > MAX_FORM_BYTES:
-        raise ValueError(f"it has {size} bytes: at most {MAX_FORM_BYTES} are allowed", field)
-    return {"type": kind, "value": value}
+    form = {"type": kind, "value": value}
+    try:
+        check_structure(form)
+    except InvalidSamplingParamsError as error:
+        raise ValueError(f"use {error.allowed}", field) from error
+    return form
