@@ -70,8 +70,13 @@ def check_structure(structure: Mapping[str, Any]) -> None:
         return
     if kind == "json_schema":
         _check_values(kind, value)
-    # After the check of the nesting: json.dumps() recurses.
-    size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value).encode())
+    try:
+        # After the check of the nesting: json.dumps() recurses.
+        size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value))
+    except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits
+        raise InvalidSamplingParamsError(
+            "structured_output", kind, f"a {kind} that JSON can express: {error}"
+        ) from error
     _at_most(kind, size, MAX_GRAMMAR_BYTES, "bytes of description: shorten it")
     match kind:
         case "json_schema":

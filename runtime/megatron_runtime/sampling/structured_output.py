@@ -207,7 +207,7 @@ class GrammarCompiler:
         """Whether begin() returns, or raises, without compiling."""
         try:
             key = _key(structure)
-        except RecursionError:  # nested so deeply that check_structure() rejects it
+        except (RecursionError, TypeError, ValueError):  # check_structure() rejects it
             return True
         with self._lock:
             return key in self._compiled or self._rejection(key) is not None
@@ -252,8 +252,8 @@ class GrammarCompiler:
 
     def _reject(self, key: bytes, reason: str) -> None:
         with self._lock:
-            self._rejected[key] = reason, time.monotonic() + _REJECTED_SECONDS
-            if len(self._rejected) > _REJECTED:
+            self._rejected[key] = _first_line(reason), time.monotonic() + _REJECTED_SECONDS
+            while len(self._rejected) > _REJECTED:
                 self._rejected.popitem(last=False)
 
 
@@ -263,6 +263,11 @@ def _key(structure: Mapping[str, Any]) -> bytes:
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
 
 
+def _first_line(reason: str) -> str:
+    """The compiler quotes the whole grammar in further lines."""
+    return next(iter(reason.strip().splitlines()), "it is not valid")[:500]
+
+
 def _invalid(structure: Mapping[str, Any], reason: str) -> InvalidSamplingParamsError:
-    first = next(iter(reason.strip().splitlines()), "it is not valid")[:500]
-    return InvalidSamplingParamsError("structured_output", structure["type"], f"a valid {structure['type']}: {first}")
+    kind = structure["type"]
+    return InvalidSamplingParamsError("structured_output", kind, f"a valid {kind}: {_first_line(reason)}")
