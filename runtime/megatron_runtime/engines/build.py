@@ -62,6 +62,11 @@ class LoadedEngine:
         """Whether begin_grammar() returns without compiling."""
         return self.controller is None or self.controller.is_grammar_known(params)
 
+    def prepare_grammars(self) -> None:
+        """Do at the start what would stall an engine that serves; see TextGenerationController."""
+        if self.controller is not None:
+            self.controller.prepare_grammars()
+
     def close_grammars(self) -> None:
         """End the process that tries grammars, if there is one."""
         if self.controller is not None:

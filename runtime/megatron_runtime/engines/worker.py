@@ -268,6 +268,7 @@ class EngineWorker:
     async def _load(self) -> None:
         with self._reading_weights(True):
             await self._thread.call(lambda engine: engine.executor.load())
+            await asyncio.to_thread(self._loaded.prepare_grammars)
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
