@@ -2,7 +2,7 @@
 
 The compiler is native code. A grammar within its own limits can still overflow its stack, run for minutes or take
 gigabytes. So the engine compiles a grammar only after a SacrificialProcess that runs this module compiled it, on a
-smaller stack than any thread of the engine has.
+smaller stack.
 """
 
 from __future__ import annotations
@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +33,10 @@ _LIMITS = {
 """Limits that the compiler itself keeps. They bound neither its stack nor the time of `multipleOf`."""
 
 STACK_BYTES = 1 << 20
-"""Stack of the process that tries a grammar: half of the smallest default of glibc, an eighth of the usual one."""
+"""Stack on which the process tries a grammar."""
+
+ENGINE_STACK_BYTES = 4 << 20
+"""Stack on which the engine compiles a grammar that passed."""
 
 MEMORY_BYTES = 1 << 30
 """Address space of that process: interpreter, vocabulary and grammar."""
@@ -108,6 +113,24 @@ def compile_grammar(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, A
     if matcher.is_error():
         raise InvalidGrammarError(matcher.get_error())
     return matcher
+
+
+def compile_on_large_stack(tokenizer: llguidance.LLTokenizer, structure: Mapping[str, Any]) -> llguidance.LLMatcher:
+    """compile_grammar() on a thread of its own: the caller's may have a smaller stack than the trial had."""
+    compiled: Future[llguidance.LLMatcher] = Future()
+
+    def run() -> None:
+        try:
+            compiled.set_result(compile_grammar(tokenizer, structure))
+        except BaseException as error:
+            compiled.set_exception(error)
+
+    before = threading.stack_size(ENGINE_STACK_BYTES)
+    try:
+        threading.Thread(target=run, name="grammar-compiler").start()
+    finally:
+        threading.stack_size(before)
+    return compiled.result()
 
 
 def _grammar(structure: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from megatron_runtime.sacrificial_process import ProcessLostError
 from megatron_runtime.sampling.grammar_compiler import (
     InvalidGrammarError,
     VocabularyTable,
-    compile_grammar,
+    compile_on_large_stack,
     trial_process,
     try_grammar,
 )
@@ -231,7 +231,7 @@ class GrammarCompiler:
     def _compile(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher:
         try:
             size = try_grammar(self._process, structure)
-            matcher = compile_grammar(self._tokenizer, structure)
+            matcher = compile_on_large_stack(self._tokenizer, structure)
         except ProcessLostError as lost:
             reason = f"it is too complex: {lost} while it was compiled; use fewer or simpler parts"
             self._reject(key, reason)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Process, until_serving
-from hostile_grammars import REJECTED_BY_TEXT, REJECTED_BY_TRIAL, ambiguous, multiples
+from hostile_grammars import REJECTED_BY_TEXT, REJECTED_BY_TRIAL, ambiguous, chained_references, multiples
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from soak import SOAK, size
@@ -29,7 +29,7 @@ from megatron_runtime.engines.grammar_queue import GrammarQueue
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling import structured_output
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS
-from megatron_runtime.sampling.structured_output import GrammarCompiler
+from megatron_runtime.sampling.structured_output import GrammarCompiler, GrammarState
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
@@ -270,6 +270,19 @@ def test_answers_nested_thousands_deep_are_followed(compiler: GrammarCompiler, t
         threading.stack_size(before)
     thread.join()
     assert found == [(None, True)]
+
+
+def test_a_grammar_is_compiled_on_a_stack_of_its_own(compiler: GrammarCompiler) -> None:
+    """Whatever stack the calling thread has: this grammar needs more than 256 KiB."""
+    found: list[GrammarState] = []
+    before = threading.stack_size(256 << 10)
+    try:
+        thread = threading.Thread(target=lambda: found.append(compiler.begin(chained_references(45, arrays=2))))
+        thread.start()
+    finally:
+        threading.stack_size(before)
+    thread.join()
+    assert found[0].failure is None
 
 
 # --- random grammars --------------------------------------------------------------------------------------------------
