@@ -14,6 +14,9 @@ STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "ch
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
 
+MAX_QUOTED_CHARACTERS = 200
+"""A longer value is cut where an error quotes it."""
+
 IGNORE_EOS = -1
 """`termination_id` that lets no token of the vocabulary end a request."""
 
@@ -22,8 +25,18 @@ class InvalidSamplingParamsError(ValueError):
     """A sampling parameter is out of range. `field` names it, the message carries value, range and remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"sampling parameter {field}={value!r} is invalid: use {allowed}")
+        super().__init__(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}")
         self.field = field
+        self.allowed = allowed
+
+
+def _brief(value: object) -> str:
+    """The value as an error quotes it: repr() fails for what is nested too deeply or has too many digits."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
 
 
 @dataclass(eq=True)

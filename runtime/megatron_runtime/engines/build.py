@@ -58,6 +58,20 @@ class LoadedEngine:
         """Where an answer stands in the structure that `params` asks for; None if there is none, or no tokenizer."""
         return self.controller.begin_grammar(params, generated) if self.controller is not None else None
 
+    def is_grammar_known(self, params: SamplingParams) -> bool:
+        """Whether begin_grammar() returns without compiling."""
+        return self.controller is None or self.controller.is_grammar_known(params)
+
+    def prepare_grammars(self) -> None:
+        """Do at the start what would stall an engine that serves; see TextGenerationController."""
+        if self.controller is not None:
+            self.controller.prepare_grammars()
+
+    def close_grammars(self) -> None:
+        """End the process that tries grammars, if there is one."""
+        if self.controller is not None:
+            self.controller.close_grammars()
+
 
 def build_engine(settings: EngineSettings) -> LoadedEngine:
     """An engine whose weights are not loaded yet.

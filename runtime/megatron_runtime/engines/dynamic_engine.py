@@ -37,6 +37,12 @@ logger = logging.getLogger(__name__)
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
 """What a suspend may give back."""
 
+MASK_GRACE_SECONDS = 0.02
+"""How long a step waits for the masks of grammars. A mask that takes longer delays its own request alone."""
+
+_MASK_POLL_SECONDS = 0.02
+"""How long the engine waits at once where nothing but masks is left to wait for: commands come in between."""
+
 
 @dataclass(slots=True)
 class _Totals:
@@ -130,10 +136,20 @@ class DynamicInferenceEngine(EngineInProgram):
         """Run one step. Returns what it brought, and the requests that ended without running."""
         self._log_load()
         outputs = self._end_overdue() + self._end_exhausted()
+        self._wait_for_masks()
         plan = self.schedule()
         if plan is None:
+            self._scheduler.wait_for_mask(_MASK_POLL_SECONDS)
             return outputs
         return outputs + self.collect(self.executor.execute(plan))
+
+    def _wait_for_masks(self) -> None:
+        """Masks of grammars are computed meanwhile. Those that take long are waited for once, for a moment in all; then
+        their requests are left out of the steps until the masks are there.
+        """
+        until = time.monotonic() + MASK_GRACE_SECONDS
+        for grammar in self._scheduler.fresh_masks():
+            grammar.wait(max(0.0, until - time.monotonic()))
 
     def _log_load(self) -> None:
         interval = self.config.logging_step_interval
@@ -256,7 +272,8 @@ class DynamicInferenceEngine(EngineInProgram):
             else:
                 output = self._end(request, reason, [token], newest=token)
             if reason == "error" and request.grammar is not None:
-                output.error = f"structured output ended at its limits: {request.grammar.failure}"
+                output.error = f"structured output is too complex or does not match: {request.grammar.failure}"
+                output.error_code = ErrorCode.INVALID_REQUEST
             if request.params.wants_log_probs:
                 request.report_log_probs(result.log_probs[index], output)
             outputs.append(output)

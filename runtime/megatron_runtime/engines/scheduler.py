@@ -14,6 +14,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +24,9 @@ from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
 from megatron_runtime.contexts.prefix_cache import CachedBlock
 from megatron_runtime.engines.engine_request import OpenRequest
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,19 +119,42 @@ class Scheduler:
         """
         victim = self._grow()
         left = self._left(self.running)
-        if self.running and not self.waiting and left.max() == 1:
+        if self.running and not self.waiting and left.max() == 1 and not self._without_mask():
             return StepRows(list(self.running), _slots(self.running), left, np.ones(len(left), dtype=bool))
         self._admit(victim, now=now, epoch=epoch)
         if not self.running:
             return None
         left = self._left(self.running)
         counts = self._shares(left, self._config.step_tokens)
+        counts[self._without_mask()] = 0
         if self._config.track_paused_request_events:
             for index in np.flatnonzero(counts == 0):
                 self.running[index].note(Event.PAUSE)
         chosen = np.flatnonzero(counts)
+        if not len(chosen):
+            return None
         requests = [self.running[index] for index in chosen]
         return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
+
+    def _without_mask(self) -> list[int]:
+        """Running requests, by place, whose grammar still computes what may come next."""
+        return [
+            place
+            for place, request in enumerate(self.running)
+            if request.grammar is not None and not request.grammar.is_ready
+        ]
+
+    def fresh_masks(self) -> list[GrammarState]:
+        """Grammars of running requests that compute a mask which no step has waited for yet."""
+        states = [self.running[place].grammar for place in self._without_mask()]
+        return [state for state in states if state is not None and state.is_fresh()]
+
+    def wait_for_mask(self, seconds: float) -> None:
+        """Wait for the mask of the first request that lacks one, at most so long; return at once where none does."""
+        for place in self._without_mask()[:1]:
+            state = self.running[place].grammar
+            assert state is not None
+            state.wait(seconds)
 
     def _left(self, requests: list[OpenRequest]) -> npt.NDArray[np.int32]:
         return self._context.tokens_left(_slots(requests))

@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from megatron_runtime.contexts.prefix_cache import BlockEvents
 from megatron_runtime.engines.build import LoadedEngine, build_engine
 from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
+from megatron_runtime.engines.grammar_queue import GrammarQueue
 from megatron_runtime.engines.lifecycle import Lifecycle
 from megatron_runtime.engines.metrics import EngineMetrics
 from megatron_runtime.engines.output_stage import OutputStage
@@ -97,6 +99,7 @@ class EngineWorker:
             finish_early=lambda dispatch_id: self._thread.call(lambda engine: engine.abort_request(dispatch_id)),
             detokenizer=loaded.detokenizer,
         )
+        self._grammars = GrammarQueue()
         self._registry = CollectorRegistry()
         ProcessCollector(registry=self._registry)
         self._registry.register(EngineMetrics(self._thread, self._lifecycle, loaded.engine.stats))
@@ -121,6 +124,8 @@ class EngineWorker:
             with contextlib.suppress(asyncio.CancelledError):
                 await controller
             self._link.close(self._goodbye)
+            self._grammars.close()
+            await asyncio.to_thread(self._loaded.close_grammars)
             await self._thread.stop()
             if health is not None:
                 await health.stop()
@@ -190,6 +195,7 @@ class EngineWorker:
     def _abort(self, dispatch_id: int) -> None:
         """Forget a request. It counts as running until the engine's thread, between two steps, has let go of it."""
         self._outputs.forget(dispatch_id)
+        self._grammars.drop(dispatch_id)
         self._aborts_under_way += 1
         aborted = self._thread.call(lambda engine: engine.abort_request(dispatch_id))
         aborted.add_done_callback(lambda _: self._aborted())
@@ -280,6 +286,7 @@ class EngineWorker:
     async def _load(self) -> None:
         with self._reading_weights(True):
             await self._thread.call(lambda engine: engine.executor.load())
+            await asyncio.to_thread(self._loaded.prepare_grammars)
 
     @contextlib.contextmanager
     def _reading_weights(self, is_reading: bool) -> Iterator[None]:
@@ -305,26 +312,35 @@ class EngineWorker:
         if params.structured_output is None:
             self._add(dispatch, params, grammar=None)
             return
-        # Compiling a grammar may take a while; steps and other requests go on meanwhile.
-        compiled = asyncio.ensure_future(asyncio.to_thread(self._loaded.begin_grammar, params, generated.tolist()))
-        compiled.add_done_callback(lambda future: self._add_compiled(dispatch, params, future))
+        received = time.monotonic()
+        tokens = generated.tolist()
+        self._grammars.add(
+            dispatch.dispatch_id,
+            lambda: self._loaded.begin_grammar(params, tokens),
+            is_known=self._loaded.is_grammar_known(params),
+            deadline_seconds=_deadline_seconds(dispatch),
+            on_done=lambda begun: self._add_begun(dispatch, params, begun, received=received),
+        )
 
-    def _add_compiled(
-        self, dispatch: Dispatch, params: SamplingParams, compiled: asyncio.Future[GrammarState | None]
+    def _add_begun(
+        self, dispatch: Dispatch, params: SamplingParams, begun: asyncio.Task[GrammarState | None], *, received: float
     ) -> None:
-        if compiled.cancelled() or compiled.exception() is not None:
-            self._refuse_if_failed(dispatch, compiled)
+        if begun.exception() is not None:
+            self._refuse_if_failed(dispatch, begun)
         elif dispatch.dispatch_id in self._outputs.open:
-            self._add(dispatch, params, grammar=compiled.result())
+            self._add(dispatch, params, grammar=begun.result(), waited=time.monotonic() - received)
 
-    def _add(self, dispatch: Dispatch, params: SamplingParams, *, grammar: GrammarState | None) -> None:
+    def _add(
+        self, dispatch: Dispatch, params: SamplingParams, *, grammar: GrammarState | None, waited: float = 0.0
+    ) -> None:
+        deadline_seconds = _deadline_seconds(dispatch)
         request = EngineRequest(
             request_id=dispatch.dispatch_id,
             prompt_tokens=tokens_from_bytes(dispatch.prompt),
             generated_tokens=tokens_from_bytes(dispatch.generated),
             sampling_params=params,
             seed=dispatch.meta.seed,
-            deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
+            deadline_seconds=None if deadline_seconds is None else max(0.0, deadline_seconds - waited),
             grammar=grammar,
         )
         added = self._thread.call(lambda engine: engine.add_request(request))
@@ -336,6 +352,9 @@ class EngineWorker:
             self._outputs.refuse(dispatch, ErrorCode.QUEUE_FULL, error)
         elif isinstance(error, ValueError):
             self._outputs.refuse(dispatch, ErrorCode.INVALID_REQUEST, error)
+        elif isinstance(error, TimeoutError):
+            message = f"the request had {_deadline_seconds(dispatch):g} s, which ended while its grammar was compiled"
+            self._outputs.refuse(dispatch, ErrorCode.DEADLINE, message)
         elif isinstance(error, EngineStopped):
             # Not this request's fault: as the engine leaves, the coordinator gives what is unanswered to another.
             logger.info("request %d came when the engine had stopped", dispatch.dispatch_id)
@@ -362,6 +381,10 @@ class EngineWorker:
             is_silence = isinstance(error, RankLostError) and error.by_silence
             self._goodbye = "a rank is silent" if is_silence else goodbye
         self.ended.set()
+
+
+def _deadline_seconds(dispatch: Dispatch) -> float | None:
+    return None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000
 
 
 async def _serve(settings: EngineSettings) -> BaseException | None:

@@ -2,40 +2,54 @@
 
 A grammar becomes, before every token, the set of tokens that may come next. Its state follows from the tokens so far,
 so that a request that moved to another engine continues with the same constraints.
+
+Grammars are hostile input. Four bounds keep one from harming other requests: limits on its text (grammar_limits), a
+process that compiles it first and may die (grammar_compiler), masks computed on threads of their own, and CPU time
+granted to each answer.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 import llguidance
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.sacrificial_process import ProcessLostError
+from megatron_runtime.sampling.grammar_compiler import (
+    InvalidGrammarError,
+    VocabularyTable,
+    compile_on_large_stack,
+    trial_process,
+    try_grammar,
+)
+from megatron_runtime.sampling.grammar_limits import check_structure
 from megatron_runtime.sampling_params import InvalidSamplingParamsError
 
-MAX_GRAMMAR_BYTES = 64 * 1024
-"""Longest description of a structure, as JSON or text."""
+MASK_SECONDS = 1.0
+MASK_SECONDS_PER_TOKEN = 0.01
+"""CPU time that the masks of an answer may take: a fixed part and a part for each of its tokens. Usual grammars take
+0.1 ms for each token."""
 
-_LIMITS = {
-    "initial_lexer_fuel": 100_000,
-    "step_lexer_fuel": 100_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 50_000,
-    "max_grammar_size": 100_000,
-    "verbose_errors": False,
-}
-"""Bounds of a hostile grammar: about 0.3 s in begin(), some 10 ms for each token."""
-
-_JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""A small model may go on with blanks for ever where JSON lets it."""
+_MASK_THREADS = 2
 
 _KEPT = 64
-"""Compiled grammars kept for the next request that asks for the same."""
+_KEPT_BYTES = 256 << 20
+"""Compiled grammars kept for the next request with the same one: most of them, and most memory of them all."""
+
+_REJECTED = 1024
+_REJECTED_SECONDS = 300.0
+"""Rejected grammars remembered, by hash, and for how long: a repeated one costs no process."""
+
+Mask = npt.NDArray[np.uint32]
 
 
 class Vocabulary(Protocol):
@@ -53,55 +67,95 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """Where one answer stands in its grammar."""
+    """Where one answer stands in its grammar. Used by one thread; the mask of the next token is computed on another.
 
-    def __init__(self, matcher: llguidance.LLMatcher, vocab_size: int) -> None:
-        self._matcher = matcher
+    masks: threads that compute masks.
+    """
+
+    def __init__(
+        self, matcher: llguidance.LLMatcher, vocab_size: int, *, generated: Sequence[int] = (), masks: Executor
+    ) -> None:
+        self._matcher = matcher  # the thread that computes a mask has it for itself until the mask is there
         self._words = -(-vocab_size // 32)
+        self._masks = masks
+        self._tokens = 0
+        self._seconds = 0.0
+        self._stopped = False
+        self._fresh = False
         self._failure: str | None = None
+        self._mask: Future[Mask | None] = Future()
+        for token in generated:
+            self._consume(int(token))
+        self._mask.set_result(self._compute())
 
     def accept(self, token: int) -> None:
-        """Take in the next token of the answer. One that does not match makes the answer unconstrained from there on;
-        only a forced token of another engine's grammar can."""
-        if not self._matcher.is_stopped():
-            self._matcher.consume_token(token)
+        """Take in the next token of the answer, and start to compute the mask of the one after it."""
+        wait([self._mask])
+        if self.is_complete:
+            return
+        self._consume(token)
+        if not self.is_complete:
+            self._fresh = True
+            self._mask = self._masks.submit(self._compute)
 
-    def allowed(self) -> npt.NDArray[np.uint32] | None:
-        """A bit for each token that may come next, uint32 [ceil(V / 32)]; None when any may."""
-        if self._matcher.is_error():
-            return None
-        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
-        return None if self._matcher.is_error() else mask[: self._words]
+    def wait(self, seconds: float) -> bool:
+        """Wait at most so long until the mask of the next token is there. Returns whether it is."""
+        return not wait([self._mask], timeout=seconds).not_done
+
+    def is_fresh(self) -> bool:
+        """Whether this is the first call since the mask under computation was begun."""
+        was_fresh, self._fresh = self._fresh, False
+        return was_fresh
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether allowed() returns at once."""
+        return self._mask.done()
+
+    def allowed(self) -> Mask | None:
+        """A bit for each token that may come next, uint32 [ceil(V / 32)]; None when any may. Waits for the mask."""
+        return self._mask.result()
 
     @property
     def is_complete(self) -> bool:
-        """The answer matches and nothing may follow it, or the grammar ran into its limits."""
-        return bool(self._matcher.is_stopped())
+        """The answer matches and nothing may follow it, or the grammar failed."""
+        return self._stopped or self._failure is not None
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar gave up; None while it works."""
-        return self._matcher.get_error() if self._matcher.is_error() else None
+        """Why the grammar failed: a limit, or a token that does not match it, which only forced tokens can do."""
+        return self._failure
 
+    def _consume(self, token: int) -> None:
+        if self.is_complete:
+            return
+        started = time.thread_time()
+        self._matcher.consume_token(token)
+        self._tokens += 1
+        self._note(time.thread_time() - started)
 
-@dataclass(frozen=True)
-class _Wrapper:
-    """A vocabulary as llguidance reads it."""
+    def _compute(self) -> Mask | None:
+        if self.is_complete:
+            return None
+        started = time.thread_time()
+        mask = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint32)
+        self._note(time.thread_time() - started)
+        return None if self._failure is not None else mask[: self._words]
 
-    eos_token_id: int
-    bos_token_id: int | None
-    tokens: list[bytes]
-    special_token_ids: list[int]
-    encode: Any
-
-    def __call__(self, text: bytes | str) -> list[int]:
-        decoded = text.decode("utf-8", errors="replace") if isinstance(text, bytes) else text
-        ids: list[int] = self.encode(decoded, add_special=False)
-        return ids
+    def _note(self, seconds: float) -> None:
+        self._seconds += seconds
+        if self._matcher.is_error():
+            self._failure = self._matcher.get_error().strip()
+        elif self._seconds > (granted := MASK_SECONDS + MASK_SECONDS_PER_TOKEN * self._tokens):
+            self._failure = (
+                f"it took {self._seconds:.1f} s of CPU time for {self._tokens} tokens, at most {granted:.1f} s are "
+                "granted: use a grammar with fewer ambiguities"
+            )
+        self._stopped = bool(self._matcher.is_stopped())
 
 
 class GrammarCompiler:
-    """Makes the grammar state of a request. Not thread-safe.
+    """Makes the grammar state of a request. Thread-safe; grammars are compiled one after the other.
 
     vocabulary: of the model's tokenizer.
     vocab_size: width of the model's logits, which may be padded beyond the tokenizer's vocabulary.
@@ -111,17 +165,26 @@ class GrammarCompiler:
         if not vocabulary.eos_ids:
             raise ValueError("structured output needs a tokenizer with an end-of-sequence token")
         self._vocab_size = vocab_size
-        wrapper = _Wrapper(
-            vocabulary.eos_ids[0],
-            None,
-            [vocabulary.token_bytes(id_) for id_ in range(vocabulary.vocab_size)],
-            sorted(vocabulary.special_ids),
-            vocabulary.encode,
+        table = VocabularyTable(
+            tokens=[vocabulary.token_bytes(id_) for id_ in range(vocabulary.vocab_size)],
+            special_token_ids=sorted(vocabulary.special_ids),
+            eos_token_ids=list(vocabulary.eos_ids),
+            vocab_size=vocab_size,
+            encode=lambda text: vocabulary.encode(text, add_special=False),
         )
-        self._tokenizer = llguidance.LLTokenizer(
-            llguidance.TokenizerWrapper(wrapper), n_vocab=vocab_size, eos_token=list(vocabulary.eos_ids)
-        )
-        self._compiled: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+        self._tokenizer = table.tokenizer()
+        self._process = trial_process(table)
+        self._masks = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-mask")
+        self._compiling = threading.Lock()
+        self._lock = threading.Lock()
+        self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
+        self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
+        """Why, and until when, of time.monotonic(): the process may have died of something else."""
+
+    @property
+    def process_id(self) -> int | None:
+        """Of the process that tries grammars; None while there is none."""
+        return self._process.pid
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = ()) -> GrammarState:
         """The state of an answer that has `generated` so far.
@@ -129,56 +192,82 @@ class GrammarCompiler:
         structure: as in SamplingParams.structured_output.
 
         Raises:
-            InvalidSamplingParamsError: it is no valid description, or a larger one than is allowed.
+            InvalidSamplingParamsError: the description is not valid, or exceeds a limit.
+            ProcessStartError: the process that tries grammars cannot be started.
         """
-        try:
-            key = json.dumps(structure, sort_keys=True)
-        except (RecursionError, TypeError) as error:
-            raise _invalid(structure, f"it cannot be written as JSON: {error}") from error
-        if len(key.encode()) > MAX_GRAMMAR_BYTES:
-            raise InvalidSamplingParamsError(
-                "structured_output", key[:80] + "…", f"at most {MAX_GRAMMAR_BYTES} bytes of description"
-            )
-        matcher = self._compiled.get(key)
+        check_structure(structure)
+        key = _key(structure)
+        matcher = self._known(structure, key)
         if matcher is None:
-            matcher = self._compiled[key] = self._compile(structure)
-            if len(self._compiled) > _KEPT:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(key)
-        state = GrammarState(matcher.deep_copy(), self._vocab_size)
-        for token in generated:
-            state.accept(int(token))
-        return state
+            with self._compiling:
+                matcher = self._known(structure, key) or self._compile(structure, key)
+        return GrammarState(matcher, self._vocab_size, generated=generated, masks=self._masks)
 
-    def _compile(self, structure: Mapping[str, Any]) -> llguidance.LLMatcher:
+    def is_known(self, structure: Mapping[str, Any]) -> bool:
+        """Whether begin() returns, or raises, without compiling."""
         try:
-            grammar = _grammar(structure)
-        except ValueError as error:
+            key = _key(structure)
+        except (RecursionError, TypeError, ValueError):  # check_structure() rejects it
+            return True
+        with self._lock:
+            return key in self._compiled or self._rejection(key) is not None
+
+    def close(self) -> None:
+        """End the process and the threads. A begin() in progress raises."""
+        self._process.close()
+        self._masks.shutdown(wait=False)
+
+    def _known(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher | None:
+        with self._lock:
+            reason = self._rejection(key)
+            if reason is not None:
+                raise _invalid(structure, reason)
+            found = self._compiled.get(key)
+            if found is None:
+                return None
+            self._compiled.move_to_end(key)
+            return found[0].deep_copy()
+
+    def _compile(self, structure: Mapping[str, Any], key: bytes) -> llguidance.LLMatcher:
+        try:
+            size = try_grammar(self._process, structure)
+            matcher = compile_on_large_stack(self._tokenizer, structure)
+        except ProcessLostError as lost:
+            reason = f"it is too complex: {lost} while it was compiled; use fewer or simpler parts"
+            self._reject(key, reason)
+            raise _invalid(structure, reason) from lost
+        except InvalidGrammarError as error:
+            self._reject(key, str(error))
             raise _invalid(structure, str(error)) from error
-        limits = llguidance.LLParserLimits(**_LIMITS)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits)
-        matcher.compute_bitmask()
-        if matcher.is_error():
-            raise _invalid(structure, matcher.get_error())
-        return matcher
+        with self._lock:
+            self._compiled[key] = matcher, size
+            kept = sum(size for _, size in self._compiled.values())
+            while len(self._compiled) > _KEPT or (kept > _KEPT_BYTES and len(self._compiled) > 1):
+                kept -= self._compiled.popitem(last=False)[1][1]
+            return matcher.deep_copy()
+
+    def _rejection(self, key: bytes) -> str | None:
+        reason, until = self._rejected.get(key, (None, 0.0))
+        return reason if time.monotonic() < until else None
+
+    def _reject(self, key: bytes, reason: str) -> None:
+        with self._lock:
+            self._rejected[key] = _first_line(reason), time.monotonic() + _REJECTED_SECONDS
+            while len(self._rejected) > _REJECTED:
+                self._rejected.popitem(last=False)
 
 
-def _grammar(structure: Mapping[str, Any]) -> str:
-    value = structure.get("value")
-    match structure["type"]:
-        case "json_object":
-            return llguidance.LLMatcher.grammar_from_json_schema({"type": "object"}, overrides=_JSON)
-        case "json_schema":
-            return llguidance.LLMatcher.grammar_from_json_schema(dict(value or {}), overrides=_JSON)
-        case "regex":
-            return llguidance.LLMatcher.grammar_from_regex(str(value))
-        case "choice":
-            alternatives = " | ".join(json.dumps(text) for text in value or ())
-            return llguidance.LLMatcher.grammar_from_lark(f"start: {alternatives}")
-        case _:
-            return llguidance.LLMatcher.grammar_from_lark(str(value))
+def _key(structure: Mapping[str, Any]) -> bytes:
+    """The order of a JSON schema's properties is that of the answer: it is part of the key."""
+    value = None if structure["type"] == "json_object" else structure.get("value")
+    return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
+
+
+def _first_line(reason: str) -> str:
+    """The compiler quotes the whole grammar in further lines."""
+    return next(iter(reason.strip().splitlines()), "it is not valid")[:500]
 
 
 def _invalid(structure: Mapping[str, Any], reason: str) -> InvalidSamplingParamsError:
-    first = next(iter(reason.strip().splitlines()), "it is not valid")
-    return InvalidSamplingParamsError("structured_output", structure["type"], f"a valid {structure['type']}: {first}")
+    kind = structure["type"]
+    return InvalidSamplingParamsError("structured_output", kind, f"a valid {kind}: {_first_line(reason)}")

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hostile_grammars import REJECTED_BY_TRIAL
 
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engines.build import build_engine
@@ -17,7 +18,9 @@ from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.torch_executor import TorchExecutor
 from megatron_runtime.loading.source import resolve
+from megatron_runtime.requests.request import Status
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.text_generation_controllers import text_generation_controller
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -152,6 +155,27 @@ def test_a_structure_that_cannot_be_is_refused_by_name(smollm: TorchExecutor, st
     params = SamplingParams(structured_output=structure)
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
         smollm.controller.begin_grammar(params)
+
+
+def test_a_hostile_grammar_fails_its_prompt_and_not_the_program(smollm: TorchExecutor) -> None:
+    engine = DynamicInferenceEngine(smollm, InferenceConfig())
+    hostile, _ = REJECTED_BY_TRIAL["40 references with 10 arrays each"]
+    params = [SamplingParams(structured_output=hostile), SamplingParams(num_tokens_to_generate=2)]
+    failed, answered = engine.generate(["one", "two"], params)
+    assert (failed.status, answered.status) == (Status.FAILED, Status.COMPLETED)
+    assert len(answered.generated_tokens) == 2
+
+
+def test_a_large_vocabulary_is_indexed_before_the_engine_serves(
+    smollm: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = smollm.controller
+    controller.close_grammars()
+    controller.prepare_grammars()
+    assert controller._grammars is None
+    monkeypatch.setattr(text_generation_controller, "LARGE_VOCABULARY", 1000)
+    controller.prepare_grammars()
+    assert controller._grammars is not None
 
 
 def test_without_a_grammar_state_it_is_refused_not_ignored(smollm: TorchExecutor) -> None:

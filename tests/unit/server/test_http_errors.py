@@ -11,6 +11,7 @@ from typing import Any
 
 import openai
 import pytest
+from hostile_grammars import chained_references, chained_rules, nested_arrays
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -82,6 +83,18 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ),
     ({"guided_choice": []}, "guided_choice", "at least 1"),
     ({"guided_json": "{"}, "guided_json", "not valid JSON"),
+    ({"guided_json": "[" * 60_000}, "guided_json", "nested too deeply"),
+    ({"guided_json": " " * 70_000}, "guided_json", "at most 65536 bytes"),
+    ({"guided_json": chained_references(1200)["value"]}, "guided_json", "at most 400 definitions"),
+    ({"guided_json": nested_arrays(80)["value"]}, "guided_json", "at most 64 levels of nesting"),
+    ({"guided_grammar": chained_rules(2800)["value"]}, "guided_grammar", "at most 1000 rules"),
+    ({"guided_regex": "a{20000}"}, "guided_regex", "at most 10000 repetitions"),
+    ({"structured_outputs": {"regex": "(" * 99}}, "structured_outputs", "at most 64 brackets"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"multipleOf": 1e9}}}},
+        "response_format",
+        "at most 10000",
+    ),
     ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs", "exactly one"),
     ({"tools": [{"type": "function"}]}, "tools[0].function", "Missing"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name", "pattern"),

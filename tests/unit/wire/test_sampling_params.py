@@ -41,6 +41,16 @@ def test_a_value_out_of_range_is_refused_by_name(field: str, value: object) -> N
     assert raised.value.field == field
 
 
+def test_an_error_quotes_no_more_than_a_line_of_any_value() -> None:
+    deep: list[object] = []
+    for _ in range(2000):
+        deep = [deep]
+    for value in (deep, "x" * 100_000, 10**5000):
+        with pytest.raises(InvalidSamplingParamsError, match="structured_output") as raised:
+            SamplingParams(structured_output={"type": "yaml", "value": value})
+        assert len(str(raised.value)) < 500
+
+
 def test_two_length_limits_at_once_are_refused() -> None:
     with pytest.raises(InvalidSamplingParamsError, match="not both"):
         SamplingParams(num_tokens_to_generate=1, num_tokens_total=2)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationInfo, field_validator
 
+from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES, MAX_GRAMMAR_BYTES, check_structure
+from megatron_runtime.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.text_generation_server.json_limits import load_json
 from megatron_runtime.text_generation_server.schema.bounds import JsonObject
 
-MAX_FORM_BYTES = 256 * 1024
-MAX_OPTIONS = 4096
-
 GuidedChoice = Annotated[
-    list[Annotated[StrictStr, Field(min_length=1)]], Field(min_length=1, max_length=MAX_OPTIONS, fail_fast=True)
+    list[Annotated[StrictStr, Field(min_length=1)]],
+    Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True),
 ]
 JsonSchema = JsonObject | StrictBool
 
@@ -120,7 +119,8 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
     if kind == "json_object":
         return {"type": kind, "value": None}
     if kind == "json_schema" and isinstance(value, str):
-        _check_size(len(value), field)
+        if len(value) > MAX_GRAMMAR_BYTES:
+            raise ValueError(f"use at most {MAX_GRAMMAR_BYTES} bytes: shorten it (it has {len(value)})", field)
         try:
             value = load_json(value)
         except ValueError as error:
@@ -131,10 +131,9 @@ def _form(kind: str, value: Any, field: str) -> dict[str, Any]:
         if not value:
             raise ValueError("the JSON schema 'false' allows no answer: give an object", field)
         value = {}
-    _check_size(len(json.dumps(value)), field)
-    return {"type": kind, "value": value}
-
-
-def _check_size(size: int, field: str) -> None:
-    if size > MAX_FORM_BYTES:
-        raise ValueError(f"it has {size} bytes: at most {MAX_FORM_BYTES} are allowed", field)
+    form = {"type": kind, "value": value}
+    try:
+        check_structure(form)
+    except InvalidSamplingParamsError as error:
+        raise ValueError(f"use {error.allowed}", field) from error
+    return form

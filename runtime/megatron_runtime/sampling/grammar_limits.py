@@ -1,0 +1,210 @@
+"""Limits of the grammars that clients send, checked on their text: no compiler, no torch.
+
+The grammar compiler recurses along nesting and along chains of rules or definitions. On a thread stack of 8 MiB it
+overflows at 2,600 chained Lark rules and at 900 chained `$ref` definitions. These limits lie well below. They reject
+most hostile grammars before a process compiles them. They prove nothing: a grammar within them is first compiled in a
+process that may die (see grammar_compiler).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from megatron_runtime.sampling_params import InvalidSamplingParamsError
+
+MAX_GRAMMAR_BYTES = 64 * 1024
+"""Longest description of a structure, as JSON or text."""
+
+MAX_NESTING = 64
+"""Deepest nesting of a JSON schema's values, and of brackets in a regular expression or grammar."""
+
+MAX_RULES = 1000
+"""Most rules and terminals of a grammar."""
+
+MAX_RULE_CHAIN = 100
+"""Most rules or terminals of a grammar that refer to each other in a chain."""
+
+MAX_DEFINITIONS = 400
+"""Most entries of `$defs` and `definitions` of a JSON schema."""
+
+MAX_REFERENCE_CHAIN = 50
+"""Most `$ref` of a JSON schema that lead to each other in a chain."""
+
+MAX_ALTERNATIVES = 4096
+"""Most choices, alternatives of a grammar or regular expression, and entries of an `enum`."""
+
+MAX_SUBSCHEMAS = 256
+"""Most entries of an `anyOf`, `oneOf`, `allOf` or `prefixItems`."""
+
+MAX_PROPERTIES = 1000
+"""Most entries of `properties` or `patternProperties`."""
+
+MAX_REPETITIONS = 10_000
+"""Highest bound in braces of a regular expression or grammar."""
+
+MAX_MULTIPLE_OF = 10_000
+"""Highest `multipleOf`: the compiler makes as many states."""
+
+_OPENING, _CLOSING = "([{", ")]}"
+# Hostile text is matched: no pattern may backtrack further than a few hundred characters.
+_RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w{0,99})(?!\w)[^:\n]{0,100}:", re.MULTILINE)
+_NAME = re.compile(r"[A-Za-z_]\w*")
+_BRACES = re.compile(r"\{([\d, ~]{1,60})\}")
+_NUMBER = re.compile(r"\d+")
+_LITERAL = re.compile(r'"(?:[^"\\\n]|\\.)*"?')
+
+
+def check_structure(structure: Mapping[str, Any]) -> None:
+    """Check a description against the limits of this module. Takes time in proportion to its size.
+
+    structure: as in SamplingParams.structured_output.
+
+    Raises:
+        InvalidSamplingParamsError: a limit is exceeded. The message has the value, the limit and the remedy.
+    """
+    kind, value = str(structure["type"]), structure.get("value")
+    if kind == "json_object":
+        return
+    if kind == "json_schema":
+        _check_values(kind, value)
+    try:
+        # After the check of the nesting: json.dumps() recurses.
+        size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value))
+    except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits
+        raise InvalidSamplingParamsError(
+            "structured_output", kind, f"a {kind} that JSON can express: {error}"
+        ) from error
+    _at_most(kind, size, MAX_GRAMMAR_BYTES, "bytes of description: shorten it")
+    match kind:
+        case "json_schema":
+            _check_references(kind, value)
+        case "regex":
+            _check_expression(kind, value or "")
+        case "choice":
+            _at_most(kind, len(value or ()), MAX_ALTERNATIVES, "choices: offer fewer")
+        case "grammar":
+            _check_rules(kind, value or "")
+
+
+def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
+    if found > limit:
+        raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {found})")
+
+
+def _check_expression(kind: str, text: str) -> None:
+    _at_most(kind, _nesting(text), MAX_NESTING, "brackets inside each other: nest less deeply")
+    _at_most(kind, text.count("|") + 1, MAX_ALTERNATIVES, "alternatives: use fewer")
+    for found in _BRACES.finditer(text):
+        for bound in _NUMBER.findall(found[1]):
+            # A number of many digits is not read: int() would take long.
+            number = int(bound) if len(bound) < 10 else MAX_REPETITIONS + 1
+            _at_most(kind, number, MAX_REPETITIONS, "repetitions: use a lower bound in braces")
+
+
+def _check_rules(kind: str, text: str) -> None:
+    _check_expression(kind, _LITERAL.sub('""', text))
+    found = list(_RULE.finditer(text))
+    _at_most(kind, len(found), MAX_RULES, "rules and terminals: use fewer")
+    ends = [*(match.start() for match in found[1:]), len(text)]
+    bodies = {match[1]: text[match.end() : end] for match, end in zip(found, ends, strict=False)}
+    names = {
+        name: [other for other in dict.fromkeys(_NAME.findall(_LITERAL.sub("", body))) if other in bodies]
+        for name, body in bodies.items()
+    }
+    _at_most(kind, _longest_chain(names), MAX_RULE_CHAIN, "rules that refer to each other in a chain: merge rules")
+
+
+def _nesting(text: str) -> int:
+    """Deepest nesting of brackets. Escaped brackets and those of another kind count as well: an upper bound."""
+    depth = deepest = 0
+    for character in text:
+        if character in _OPENING:
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in _CLOSING:
+            depth = max(0, depth - 1)
+    return deepest
+
+
+def _check_values(kind: str, schema: Any) -> None:
+    definitions = 0
+    for value, depth in _values(schema):
+        if depth > MAX_NESTING:
+            _at_most(kind, depth, MAX_NESTING, "levels of nesting: nest less deeply")
+        if not isinstance(value, dict):
+            continue
+        for name, inner in value.items():
+            if name in ("$defs", "definitions") and isinstance(inner, dict):
+                definitions += len(inner)
+            elif name in ("properties", "patternProperties") and isinstance(inner, dict):
+                _at_most(kind, len(inner), MAX_PROPERTIES, f"{name}: use fewer")
+            elif name in ("anyOf", "oneOf", "allOf", "prefixItems") and isinstance(inner, list):
+                _at_most(kind, len(inner), MAX_SUBSCHEMAS, f"entries in {name}: use fewer")
+            elif name == "enum" and isinstance(inner, list):
+                _at_most(kind, len(inner), MAX_ALTERNATIVES, "entries in enum: use fewer")
+            elif name == "multipleOf" and isinstance(inner, int | float) and inner > MAX_MULTIPLE_OF:
+                raise InvalidSamplingParamsError(
+                    "structured_output", kind, f"multipleOf of at most {MAX_MULTIPLE_OF}: leave it out or lower it"
+                )
+            elif name == "pattern" and isinstance(inner, str):
+                _check_expression(kind, inner)
+    _at_most(kind, definitions, MAX_DEFINITIONS, "definitions in $defs: use fewer")
+
+
+def _values(root: Any) -> Iterator[tuple[Any, int]]:
+    """Every value with its depth; the root's is 1. Stops at the first beyond MAX_NESTING, which it returns."""
+    waiting = [(root, 1)]
+    while waiting:
+        value, depth = waiting.pop()
+        yield value, depth
+        if isinstance(value, dict):
+            waiting += [(inner, depth + 1) for inner in value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += [(inner, depth + 1) for inner in value]
+
+
+def _check_references(kind: str, schema: Any) -> None:
+    """Definitions are nodes; a node leads to the definitions that a `$ref` inside it names."""
+    nodes = {"#": schema}
+    for name in ("$defs", "definitions"):
+        inner = schema.get(name) if isinstance(schema, dict) else None
+        if isinstance(inner, dict):
+            nodes |= {f"#/{name}/{key}": value for key, value in inner.items()}
+    edges = {
+        name: [reference for reference in dict.fromkeys(_references(node)) if reference in nodes]
+        for name, node in nodes.items()
+    }
+    length = _longest_chain(edges)
+    _at_most(kind, length, MAX_REFERENCE_CHAIN, "$ref that lead to each other in a chain: write definitions in place")
+
+
+def _references(node: Any) -> Iterator[str]:
+    for value, _ in _values(node):
+        if isinstance(value, dict) and isinstance(value.get("$ref"), str):
+            yield value["$ref"]
+
+
+def _longest_chain(edges: Mapping[str, Sequence[str]]) -> int:
+    """Nodes on the longest path of a depth-first walk, which is how the compiler recurses. A cycle ends a path."""
+    longest, length = 0, dict.fromkeys(edges, 0)
+    for start in edges:
+        if length[start]:
+            continue
+        path, following = [start], [iter(edges[start])]
+        entered = {start}
+        while path:
+            name = next((name for name in following[-1] if name not in entered), None)
+            if name is None:
+                done = path.pop()
+                following.pop()
+                entered.discard(done)
+                length[done] = 1 + max((length[other] for other in edges[done]), default=0)
+                longest = max(longest, length[done])
+            elif not length[name]:
+                path.append(name)
+                following.append(iter(edges[name]))
+                entered.add(name)
+    return longest

@@ -1,0 +1,35 @@
+"""A child for the tests of SacrificialProcess: does what the request says, however bad for its process."""
+
+import ctypes
+import os
+import time
+from collections.abc import Callable
+
+from megatron_runtime.sacrificial_process import serve
+
+
+def prepare(setup: bytes) -> Callable[[bytes], bytes]:
+    if setup == b"fail":
+        raise ValueError("told to fail")
+
+    def handle(request: bytes) -> bytes:
+        match request.split():
+            case [b"crash"]:
+                ctypes.string_at(0)
+            case [b"sleep", seconds]:
+                time.sleep(float(seconds))
+            case [b"hold", seconds]:  # native code that keeps the interpreter's lock
+                ctypes.PyDLL(None).usleep(int(float(seconds) * 1e6))
+            case [b"allocate", size]:
+                return str(len(bytearray(int(size)))).encode()
+            case [b"reply", size]:
+                return b"x" * int(size)
+            case [b"raise"]:
+                raise ValueError("a defect of the handler")
+        return b"%d %s %s" % (os.getpid(), setup, request)
+
+    return handle
+
+
+if __name__ == "__main__":
+    serve(prepare)

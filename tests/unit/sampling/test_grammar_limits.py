@@ -1,0 +1,101 @@
+"""Limits of grammars, checked on their text: what exceeds one is named, what people write passes."""
+
+import contextlib
+import time
+from typing import Any
+
+import pytest
+from hostile_grammars import (
+    REJECTED_BY_TEXT,
+    REJECTED_BY_TRIAL,
+    chained_references,
+    chained_rules,
+    cyclic_references,
+    nested_arrays,
+)
+
+from megatron_runtime.sampling import grammar_limits
+from megatron_runtime.sampling.grammar_limits import check_structure
+from megatron_runtime.sampling_params import InvalidSamplingParamsError
+
+SQL = r"""
+start: select ";"
+select: "SELECT"i columns "FROM"i NAME where? limit?
+columns: "*" | expression ("," expression)*
+where: "WHERE"i expression
+limit: "LIMIT"i NUMBER
+expression: expression OPERATOR expression | "(" expression ")" | NAME | NUMBER | NAME "(" [expression] ")"
+OPERATOR: "=" | "<" | ">" | /AND/i | /\(\(\(/
+NAME: /[A-Za-z_][A-Za-z0-9_]{0,30}/
+NUMBER: /[0-9]{1,9}/
+%ignore /[ \t\n]+/
+"""
+TREE = {
+    "$ref": "#/$defs/node",
+    "$defs": {
+        "node": {
+            "type": "object",
+            "properties": {
+                "name": {"type": "string"},
+                "children": {"type": "array", "items": {"$ref": "#/$defs/node"}},
+            },
+        }
+    },
+}
+
+
+@pytest.mark.parametrize("name", REJECTED_BY_TEXT)
+def test_what_exceeds_a_limit_is_rejected_with_the_limit_and_the_remedy(name: str) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match=r"structured_output=.*at most [0-9]+|multipleOf of at most"):
+        check_structure(REJECTED_BY_TEXT[name])
+
+
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"type": "grammar", "value": SQL},
+        {"type": "json_schema", "value": TREE},
+        {"type": "json_object", "value": nested_arrays(500)},
+        {"type": "choice", "value": ["((((", "a|b", "\ud800"]},
+        {"type": "regex", "value": r"\((a|b){1,3}\)\{[^{]"},
+        {"type": "grammar", "value": ""},
+        chained_rules(90),
+        chained_references(40),
+        cyclic_references(40),
+        nested_arrays(40),
+        *(structure for structure, _ in REJECTED_BY_TRIAL.values()),
+    ],
+)
+def test_what_keeps_to_the_limits_passes(structure: dict[str, Any]) -> None:
+    check_structure(structure)
+
+
+@pytest.mark.parametrize("value", [b"bytes", 10**5000, {1, 2}], ids=["bytes", "digits", "set"])
+def test_what_json_cannot_express_is_rejected(value: Any) -> None:
+    with pytest.raises(InvalidSamplingParamsError, match="that JSON can express"):
+        check_structure({"type": "json_schema", "value": {"const": value}})
+
+
+LONG = grammar_limits.MAX_GRAMMAR_BYTES - 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "{ " + " " * LONG),
+        ("regex", "{" + "1" * LONG),
+        ("regex", "{1,1" * (LONG // 4)),
+        ("grammar", '"' + '\\"' * (LONG // 2)),
+        ("grammar", "!" * LONG),
+        ("grammar", "a" * LONG),
+        ("grammar", ("a" * 99 + " " * 99 + "\n") * (LONG // 199)),
+        ("grammar", "\n".join(f"r{n}: " + " ".join(f"r{m}" for m in range(99)) for n in range(99))),
+        ("grammar", "\n".join(f"r{n}: r{n}" for n in range(999))),
+    ],
+)
+def test_hostile_text_is_checked_in_the_time_of_its_size(kind: str, text: str) -> None:
+    """Some milliseconds of CPU time. A pattern that backtracks over the whole text would take minutes."""
+    started = time.thread_time()
+    with contextlib.suppress(InvalidSamplingParamsError):
+        check_structure({"type": kind, "value": text})
+    assert time.thread_time() - started < 5
