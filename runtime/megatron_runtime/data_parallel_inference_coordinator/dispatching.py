@@ -1,7 +1,8 @@
 """The life of a request at the coordinator: admitted, queued, dispatched, dispatched anew, ended.
 
-An engine gets at most as many requests as it runs at once; the rest wait here, in order of arrival, so that an engine
-that joins finds work and one that leaves has little to hand over.
+An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work
+and one that leaves has little to hand over. While requests of other tenants wait, a tenant keeps no more than its share
+of the engines: requests beyond it are taken back and go on later.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from megatron_runtime.data_parallel_inference_coordinator.journal import Journal
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.tenants import TenantBook
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.data_parallel_inference_coordinator.waiting import Deadlines, WaitingQueue
 from megatron_runtime.wire.headers import ErrorCode
@@ -37,6 +39,10 @@ from megatron_runtime.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
+MOVE_AGAIN_SECONDS = 2.0
+"""A request that made room for another tenant stays at its next engine for so long before it may make room again."""
+MOVE_SEARCH_SECONDS = 0.1
+"""After a search found no request that may make room, the next one waits for so long."""
 REMEMBERED_DISPATCHES = 4
 """Former dispatches of one request whose final is still accepted."""
 
@@ -87,6 +93,8 @@ class Dispatcher:
         self._on_lost = on_lost
         self._on_change = on_change
         self._clock = clock
+        self.tenants = TenantBook(is_shared=router.deterministic)
+        self._next_search = 0.0
         self._former: dict[int, FormerDispatch] = {}
         # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
         self.next_dispatch_id = (random.SystemRandom().getrandbits(28) << 24) + 1
@@ -108,8 +116,19 @@ class Dispatcher:
             return
         now = self._clock.time()
         deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
+        tenant = self.tenants.of(meta.tenant or client.route)
         entry = Entry(
-            uid, client, meta, prompt, params, bytearray(generated), now, deadline, client.model, plain_id=plain_id
+            uid,
+            client,
+            tenant,
+            meta,
+            prompt,
+            params,
+            bytearray(generated),
+            now,
+            deadline,
+            client.model,
+            plain_id=plain_id,
         )
         if generated:
             entry.forwarded = entry.held = entry.tokens_so_far
@@ -119,6 +138,7 @@ class Dispatcher:
         if not self.journal.add(entry):
             self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
             return
+        self.tenants.opened(entry)
         client.open[uid] = entry
         if meta.engine:
             self._dispatch_pinned(entry)
@@ -158,14 +178,20 @@ class Dispatcher:
         self._on_change()
 
     def _refuse_pinned(self, entry: Entry) -> None:
-        entry.engine = None
+        self._leave_engine(entry)
         self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} does not serve; only it may answer")
 
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
-    def _enqueue(self, entry: Entry, *, first: bool = False) -> None:
-        entry.engine, entry.dispatch_id = None, 0
-        self.queue.add(entry, first=first)
+    def _enqueue(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        self._leave_engine(entry)
+        self.queue.add(entry, first=first, moved=moved)
+
+    def _leave_engine(self, entry: Entry) -> None:
+        """The request has no engine any more. The caller takes it out of the engine's own list."""
+        if entry.engine is not None:
+            self.tenants.returned(entry)
+            entry.engine, entry.dispatch_id = None, 0
 
     def _limit_wait(self, entry: Entry) -> None:
         until = self._clock.time() + self._settings.max_wait_seconds
@@ -177,7 +203,62 @@ class Dispatcher:
             candidates = self._candidates()
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
+        if self.queue.length and len(self.tenants) > 1:
+            self._level()
         self._on_change()
+
+    def _level(self) -> None:
+        """Make room for tenants that wait and have fewer requests at engines than others, until none has two fewer."""
+        now = self._clock.time()
+        while now >= self._next_search and self.queue.length and self._may_dispatch():
+            most = self.tenants.busy.highest_load
+            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= most]
+            if not short:
+                return
+            if not any(self._make_room(entry, now) for entry in short):
+                self._next_search = now + MOVE_SEARCH_SECONDS
+
+    def _make_room(self, entry: Entry, now: float) -> bool:
+        """Give a waiting request the place of the most recent one of a tenant that has at least two more at engines.
+
+        The one that makes room keeps its tokens and waits before the others of its tenant. False where none may.
+        """
+        for tenant in self.tenants.busy.from_highest():
+            if tenant.load < entry.tenant.load + 2:
+                return False
+            for other in reversed(tenant.in_flight.values()):
+                if self._may_move(other, entry, now):
+                    engine = self._take_back(other, now)
+                    self._dispatch(entry, [engine])
+                    return True
+        return False
+
+    def _may_move(self, other: Entry, entry: Entry, now: float) -> bool:
+        """Whether `other` may make room for `entry`."""
+        engine = other.engine
+        return (
+            engine is not None
+            and not engine.plain
+            and engine.available()
+            and engine.runs(entry.model)
+            and len(engine.in_flight) <= engine.max_requests
+            and not other.meta.engine
+            and other.meta.priority >= entry.meta.priority
+            and (other.moved_at is None or now - other.moved_at >= MOVE_AGAIN_SECONDS)
+        )
+
+    def _take_back(self, entry: Entry, now: float) -> Engine:
+        """Take a request from its engine, which stays, and let it wait. Returns the engine."""
+        engine = entry.engine
+        assert engine is not None
+        del engine.in_flight[entry.dispatch_id]
+        self.withdraw(entry)
+        self._counters.moved += 1
+        self._remember(entry, engine)
+        entry.moved_at = now
+        self._enqueue(entry, moved=True)
+        self._limit_wait(entry)
+        return engine
 
     def _candidates(self) -> list[Engine]:
         return self._engines.available() if self._router.deterministic else self._engines.with_room()
@@ -224,6 +305,7 @@ class Dispatcher:
             if self.queue.length:
                 self.queue.discard(entry)
             entry.engine, entry.dispatch_id = engine, dispatch_id
+            self.tenants.dispatched(entry)
             entry.dispatched_bytes = len(entry.generated)
             engine.in_flight[dispatch_id] = entry
             if entry.hashes is None:  # where there was no choice, the request need not wait for them
@@ -302,7 +384,10 @@ class Dispatcher:
             entry.former.clear()
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
+            self.tenants.returned(entry)
+            entry.engine = None
         self.journal.remove(entry)
+        self.tenants.closed(entry)
         entry.client.open.pop(entry.uid, None)
         if entry.plain_id is not None:
             entry.client.plain_ids.pop(entry.plain_id, None)
@@ -345,6 +430,8 @@ class Dispatcher:
     def check_integrity(self) -> None:
         """What must hold whenever the loop is idle."""
         self.journal.check_integrity()
+        self.queue.check_integrity()
+        self.tenants.check_integrity(list(self.journal))
         waiting = sum(entry.engine is None for entry in self.journal)
         assert len(self.queue) == waiting, "a request without an engine does not wait for one"
         for former in self._former.values():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 
+from megatron_runtime.data_parallel_inference_coordinator.tenants import Tenant
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
@@ -158,10 +159,15 @@ class Entry:
     former:     dispatch ids of engines that are gone, whose late final is still welcome.
     plain_id:   the request's number at a plain client.
     slot:       where the deadlines keep it; None while its time is not limited.
+    tenant:     whose share of the engines it counts against.
+    admitted_bytes: what it took of the journal when it was admitted.
+    is_replay:  it waits because its engine was lost, and goes before others.
+    moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
     """
 
     uid: bytes
     client: Client
+    tenant: Tenant
     meta: RequestMeta
     prompt: bytes
     params: bytes
@@ -180,6 +186,9 @@ class Entry:
     plain_id: int | None = None
     hashes: list[int] | None = None
     slot: int | None = None
+    admitted_bytes: int = 0
+    is_replay: bool = False
+    moved_at: float | None = None
 
     @property
     def tokens_so_far(self) -> int:

@@ -35,6 +35,7 @@ metas = st.builds(
     st.integers(-(2**31), 2**31),
     st.text(max_size=20),
     st.text(max_size=20),
+    st.text(max_size=64),
 )
 bodies = st.binary(max_size=60)
 
