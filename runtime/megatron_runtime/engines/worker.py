@@ -308,6 +308,7 @@ class EngineWorker:
             seed=dispatch.meta.seed,
             deadline_seconds=None if dispatch.meta.deadline_ms is None else dispatch.meta.deadline_ms / 1000,
             grammar=grammar,
+            tenant=dispatch.meta.tenant or f"client {dispatch.route}",
         )
         added = self._thread.call(lambda engine: engine.add_request(request))
         added.add_done_callback(lambda future: self._refuse_if_failed(dispatch, future))
