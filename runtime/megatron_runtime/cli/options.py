@@ -99,6 +99,20 @@ def tool_call_parser(command: _F) -> _F:
     return option(command)
 
 
+share_prefix_cache = click.option(
+    "--share-prefix-cache/--no-share-prefix-cache",
+    default=False,
+    show_default=True,
+    help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
+)
+allow_priority = click.option(
+    "--allow-priority/--no-allow-priority",
+    default=False,
+    show_default=True,
+    help="Requests may choose a priority other than 0.",
+)
+
+
 def log_level(command: _F) -> _F:
     """Add `--log-level` and set logging up."""
 

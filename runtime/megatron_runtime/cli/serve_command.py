@@ -14,7 +14,16 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PORT, ROUTING_POLICIES, ApiKeysFile, Memory, readable_errors, tool_call_parser
+from megatron_runtime.cli.options import (
+    PORT,
+    ROUTING_POLICIES,
+    ApiKeysFile,
+    Memory,
+    allow_priority,
+    readable_errors,
+    share_prefix_cache,
+    tool_call_parser,
+)
 from megatron_runtime.text_generation_server.settings import default_model_name
 
 _LOOPBACK = "127.0.0.1"
@@ -43,6 +52,8 @@ class ServeOptions:
     routing_policy: str
     threads: int | None
     api_keys_file: Path | None
+    share_prefix_cache: bool
+    allow_priority: bool
     tool_call_parser: str
     drain_seconds: float
     verbose: bool
@@ -87,6 +98,8 @@ class ServeOptions:
 )
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@share_prefix_cache
+@allow_priority
 @tool_call_parser
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, show_default=True, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
@@ -173,6 +186,8 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         *("--tool-call-parser", options.tool_call_parser),
         *("--host", options.host, "--listen-fd", str(listener.fileno())),
         *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
+        *(["--share-prefix-cache"] if options.share_prefix_cache else []),
+        *(["--allow-priority"] if options.allow_priority else []),
         *(*length, *drain, *logs),
     ]
     return [

@@ -38,12 +38,14 @@ def sampling_params(
     form: dict[str, Any] | None = None,
     log_probs: int | None = None,
     prompt_log_probs: bool = False,
+    cache_salt: str | None = None,
 ) -> SamplingParams:
     """Return the parameters of choice number `choice`; what the request leaves out is as SamplingParams has it.
 
     budget:    most tokens to generate; None means as many as fit.
     form:      what the answer must look like.
     log_probs: how many of the likeliest tokens to report at each place; None reports no log-probabilities at all.
+    cache_salt: the salt of the prefix cache; that of the request itself is not used.
     Raises ApiError 400 that names the field at fault.
     """
     temperature = 1.0 if request.temperature is None else request.temperature
@@ -69,7 +71,7 @@ def sampling_params(
         "detokenize_stop_sequence": request.include_stop_str_in_output,
         "seed": choice_seed(request.seed, choice=choice),
         "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        "cache_salt": cache_salt,
         "return_log_probs": log_probs is not None,
         "top_n_logprobs": log_probs,
         "skip_prompt_log_probs": not prompt_log_probs,
