@@ -2,7 +2,9 @@
 
 import asyncio
 
+from megatron_runtime.data_parallel_inference_coordinator import dispatching
 from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.wire.messages import Final, pack, tokens_to_bytes
 
 
 def prompts_of(dispatches) -> list[int]:
@@ -36,3 +38,163 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     again = [dispatch for dispatch in engine.dispatches if len(dispatch.generated)]
     assert len(again) >= 4, "who gave way goes on with the tokens it had"
     assert len(coordinator.dispatcher.tenants) == 0
+
+
+async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(max_requests=8, step_seconds=None)
+    client = await stage.client()
+    for number in range(20):
+        client.add_request([1, number], params(4), tenant="only")
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 12)
+    assert len(engine.jobs) == 8
+    for number in range(12):
+        engine.finish(next(iter(engine.jobs)))
+        await engine.until(lambda number=number: len(engine.dispatches) == 9 + number)
+    assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(20))
+    assert coordinator.counters.moved == 0
+
+
+async def test_who_names_no_tenant_is_one_with_its_connection(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(max_requests=4, step_seconds=None)
+    greedy, other = await stage.client(), await stage.client()
+    for number in range(9):
+        greedy.add_request([1, number], params(4))
+    await engine.until(lambda: len(engine.jobs) == 4)
+    for number in range(2):
+        other.add_request([2, number], params(4))
+    await engine.until(lambda: len(engine.dispatches) == 6)
+    assert sorted(prompts_of(job.dispatch for job in engine.jobs.values())) == [1, 1, 2, 2]
+    assert len(coordinator.dispatcher.tenants) == 2
+    named = [client.add_request([3], params(4), tenant="shared") for client in (greedy, other)]
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 9)
+    assert len(coordinator.dispatcher.tenants) == 3, "a tenant that is named is the same on every connection"
+    other.stop()
+    greedy.stop()
+    await stage.until(lambda: not len(coordinator.dispatcher.tenants))
+    assert all(future.cancelled() for future in named)
+
+
+async def test_of_the_waiting_the_tenant_with_the_fewest_goes_next_each_in_its_order(stage, params) -> None:
+    coordinator = stage.coordinator()
+    client = await stage.client()
+    for number in range(6):
+        client.add_request([1, number], params(4), tenant="a")
+    for number in range(3):
+        client.add_request([2, number], params(4), tenant="b")
+    client.add_request([3, 0], params(4), tenant="c")
+    client.add_request([4, 0], params(4, priority=-1), tenant="a")
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 11)
+    engine = await stage.engine(max_requests=1, step_seconds=None)
+    for number in range(11):
+        await engine.until(lambda number=number: len(engine.dispatches) == number + 1)
+        engine.finish(next(iter(engine.jobs)))
+    order = [(dispatch.prompt[0], dispatch.prompt[4]) for dispatch in engine.dispatches]
+    assert order == [(4, 0), (2, 0), (3, 0), (1, 0), (2, 1), (1, 1), (2, 2), (1, 2), (1, 3), (1, 4), (1, 5)]
+
+
+async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    lost = await stage.engine("lost", max_requests=2, step_seconds=None)
+    client = await stage.client()
+    begun = [client.add_request_streaming([1, n], params(4), tenant="ab"[n]) for n in range(2)]
+    await lost.until(lambda: len(lost.jobs) == 2)
+    lost.step()
+    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.dispatcher.journal))
+    later = [client.add_request([2, n], params(4), tenant="c") for n in range(2)]
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
+    lost.leave()
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 4)
+    engine = await stage.engine("next", max_requests=1)
+    for number, stream in enumerate(begun):
+        assert (await collect(stream))[1]["generated_tokens"] == echo_answer([1, number], 4)
+    await asyncio.gather(*later)
+    assert prompts_of(engine.dispatches) == [1, 1, 2, 2]
+    assert [len(dispatch.generated) for dispatch in engine.dispatches] == [4, 4, 0, 0]
+
+
+async def test_who_made_room_is_left_alone_for_a_while(stage, params, monkeypatch) -> None:
+    monkeypatch.setattr(dispatching, "MOVE_AGAIN_SECONDS", 3600.0)
+    coordinator = stage.coordinator()
+    engine = await stage.engine(max_requests=3, step_seconds=None)
+    client = await stage.client()
+    for number in range(3):
+        client.add_request([1, number], params(4), tenant="a")
+    await engine.until(lambda: len(engine.jobs) == 3)
+    for asked in range(2):
+        client.add_request([2, asked], params(4), tenant="b")
+        await engine.until(lambda asked=asked: len(engine.dispatches) == 4 + 2 * asked)
+        engine.finish(engine.dispatches[-1].dispatch_id)
+        await engine.until(lambda asked=asked: len(engine.dispatches) == 5 + 2 * asked)
+    assert [dispatch.prompt[4] for dispatch in engine.dispatches if dispatch.prompt[0] == 1] == [0, 1, 2, 2, 1]
+    client.add_request([2, 2], params(4), tenant="b")
+    await engine.until(lambda: len(engine.dispatches) == 8)
+    assert engine.dispatches[-1].prompt[0] == 2, "the third had not made room yet"
+    client.add_request([3, 0], params(4), tenant="c")
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
+    coordinator.pump()
+    assert coordinator.counters.moved == 3, "each has made room once"
+    monkeypatch.setattr(dispatching, "MOVE_AGAIN_SECONDS", 0.0)
+    engine.finish(engine.dispatches[-1].dispatch_id)
+    await engine.until(lambda: len(engine.dispatches) == 9)
+
+
+async def test_pinned_requests_those_of_higher_priority_and_plain_engines_make_no_room(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine("engine-0", max_requests=3, step_seconds=None)
+    client = await stage.client()
+    client.add_request([1], params(4), tenant="a", engine="engine-0")
+    client.add_request([2], params(4, priority=-1), tenant="a")
+    client.add_request([3], params(4), tenant="a")
+    await engine.until(lambda: len(engine.dispatches) == 3)
+    record = coordinator.engines.named("engine-0")
+    record.plain = True
+    client.add_request([4], params(4), tenant="b")
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    coordinator.pump()
+    assert coordinator.counters.moved == 0, "what a plain engine has generated is not known before its end"
+    record.plain = False
+    await engine.until(lambda: len(engine.dispatches) == 4)
+    assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 2, 4]
+    client.add_request([5], params(4), tenant="c")
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
+    coordinator.pump()
+    assert coordinator.counters.moved == 1
+    client.add_request([6], params(4, priority=-1), tenant="c")
+    await engine.until(lambda: len(engine.dispatches) == 5)
+    assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 4, 6]
+
+
+async def test_the_answer_of_who_made_room_counts_where_it_was_on_its_way(stage, params, collect) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(max_requests=2, step_seconds=None)
+    client = await stage.client()
+    streams = [client.add_request_streaming([1, n], params(3), tenant="a") for n in range(2)]
+    await engine.until(lambda: len(engine.jobs) == 2)
+    engine.step()
+    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.dispatcher.journal))
+    ended = engine.jobs[engine.dispatches[1].dispatch_id]
+    other = client.add_request([2], params(3), tenant="b")
+    await engine.until(lambda: engine.aborted)
+    assert engine.aborted == [ended.dispatch.dispatch_id]
+    tokens = echo_answer([1, 1], 3)
+    reply = pack({"status": "COMPLETED", "finish_reason": "length"})
+    engine.send(Final(ended.dispatch.dispatch_id, ended.dispatch.uid, tokens_to_bytes(tokens), reply))
+    assert (await collect(streams[1]))[1]["generated_tokens"] == tokens
+    assert coordinator.counters.late == 1
+    engine.step_seconds = 0.0
+    engine._schedule()
+    assert (await collect(streams[0]))[1]["generated_tokens"] == echo_answer([1, 0], 3)
+    assert (await other)["generated_tokens"] == echo_answer([2], 3)
+
+
+async def test_where_only_the_order_of_arrival_decides_there_is_one_tenant(stage, params) -> None:
+    coordinator = stage.coordinator(deterministic=True)
+    client = await stage.client()
+    for number in range(8):
+        client.add_request([1 + number % 2, number], params(1), tenant="ab"[number % 3 // 2])
+    await stage.until(lambda: len(coordinator.dispatcher.queue) == 8)
+    engine = await stage.engine(max_requests=1, step_seconds=None)
+    await engine.until(lambda: len(engine.dispatches) == 8)
+    assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(8))
