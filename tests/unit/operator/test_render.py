@@ -269,3 +269,13 @@ def test_tls_moves_the_front_door_its_probes_and_its_address_to_https() -> None:
     assert {"name": "tls", "secret": {"secretName": "front-cert", "defaultMode": 0o440}} in pod["volumes"]
     assert {"name": "tls", "mountPath": "/etc/megatron/tls", "readOnly": True} in container["volumeMounts"]
     assert ctx.endpoint == "https://demo.default.svc/v1"
+
+
+def test_what_keys_share_and_priorities_are_arguments_of_the_server_alone() -> None:
+    plain = _pods(_context())
+    changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True}))
+    assert [name for name, pod in plain.items() if changed[name] != pod] == ["demo-server"]
+    args = changed["demo-server"]["containers"][0]["args"]
+    added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
+    assert added == ["--share-prefix-cache", "--allow-priority"]
+    assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain
