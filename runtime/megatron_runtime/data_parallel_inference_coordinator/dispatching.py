@@ -21,6 +21,7 @@ from megatron_runtime.data_parallel_inference_coordinator.journal import Journal
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.shares import Shares
 from megatron_runtime.data_parallel_inference_coordinator.tenants import TenantBook
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.data_parallel_inference_coordinator.waiting import Deadlines, WaitingQueue
@@ -39,10 +40,6 @@ from megatron_runtime.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 1.0
-MOVE_AGAIN_SECONDS = 2.0
-"""A request that made room for another tenant stays at its next engine for so long before it may make room again."""
-MOVE_SEARCH_SECONDS = 0.1
-"""After a search found no request that may make room, the next one waits for so long."""
 REMEMBERED_DISPATCHES = 4
 """Former dispatches of one request whose final is still accepted."""
 
@@ -94,7 +91,15 @@ class Dispatcher:
         self._on_change = on_change
         self._clock = clock
         self.tenants = TenantBook(is_shared=router.deterministic)
-        self._next_search = 0.0
+        self._shares = Shares(
+            self.tenants,
+            self.queue,
+            clock=clock,
+            may_dispatch=may_dispatch,
+            dispatch=self._dispatch,
+            take_back=self._take_back,
+            refuse=self._refuse_full,
+        )
         self._former: dict[int, FormerDispatch] = {}
         # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
         self.next_dispatch_id = (random.SystemRandom().getrandbits(28) << 24) + 1
@@ -132,12 +137,14 @@ class Dispatcher:
         )
         if generated:
             entry.forwarded = entry.held = entry.tokens_so_far
-        if self.queue.length >= self._settings.max_queued:
+        if self.queue.length >= self._settings.max_queued and not self._shares.drop_for(entry, by_bytes=False):
             self._refuse_full(entry, f"{self.queue.length} requests wait for an engine already")
             return
-        if not self.journal.add(entry):
-            self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
-            return
+        while not self.journal.add(entry):
+            if not self._shares.drop_for(entry, by_bytes=True):
+                used = f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}"
+                self._refuse_full(entry, used)
+                return
         self.tenants.opened(entry)
         client.open[uid] = entry
         if meta.engine:
@@ -154,6 +161,8 @@ class Dispatcher:
             self._limit_wait(entry)
 
     def _refuse_full(self, entry: Entry, reason: str) -> None:
+        if self.journal.get(entry.uid) is entry:
+            self.forget(entry)
         self.answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
@@ -204,61 +213,18 @@ class Dispatcher:
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
         if self.queue.length and len(self.tenants) > 1:
-            self._level()
+            self._shares.level()
         self._on_change()
 
-    def _level(self) -> None:
-        """Make room for tenants that wait and have fewer requests at engines than others, until none has two fewer."""
-        now = self._clock.time()
-        while now >= self._next_search and self.queue.length and self._may_dispatch():
-            most = self.tenants.busy.highest_load
-            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= most]
-            if not short:
-                return
-            if not any(self._make_room(entry, now) for entry in short):
-                self._next_search = now + MOVE_SEARCH_SECONDS
-
-    def _make_room(self, entry: Entry, now: float) -> bool:
-        """Give a waiting request the place of the most recent one of a tenant that has at least two more at engines.
-
-        The one that makes room keeps its tokens and waits before the others of its tenant. False where none may.
-        """
-        for tenant in self.tenants.busy.from_highest():
-            if tenant.load < entry.tenant.load + 2:
-                return False
-            for other in reversed(tenant.in_flight.values()):
-                if self._may_move(other, entry, now):
-                    engine = self._take_back(other, now)
-                    self._dispatch(entry, [engine])
-                    return True
-        return False
-
-    def _may_move(self, other: Entry, entry: Entry, now: float) -> bool:
-        """Whether `other` may make room for `entry`."""
-        engine = other.engine
-        return (
-            engine is not None
-            and not engine.plain
-            and engine.available()
-            and engine.runs(entry.model)
-            and len(engine.in_flight) <= engine.max_requests
-            and not other.meta.engine
-            and other.meta.priority >= entry.meta.priority
-            and (other.moved_at is None or now - other.moved_at >= MOVE_AGAIN_SECONDS)
-        )
-
-    def _take_back(self, entry: Entry, now: float) -> Engine:
-        """Take a request from its engine, which stays, and let it wait. Returns the engine."""
-        engine = entry.engine
-        assert engine is not None
+    def _take_back(self, entry: Entry, engine: Engine) -> None:
+        """Take a request from its engine, which stays, and let it wait before the others of its tenant."""
         del engine.in_flight[entry.dispatch_id]
         self.withdraw(entry)
         self._counters.moved += 1
         self._remember(entry, engine)
-        entry.moved_at = now
+        entry.moved_at = self._clock.time()
         self._enqueue(entry, moved=True)
         self._limit_wait(entry)
-        return engine
 
     def _candidates(self) -> list[Engine]:
         return self._engines.available() if self._router.deterministic else self._engines.with_room()

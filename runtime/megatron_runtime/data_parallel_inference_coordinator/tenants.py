@@ -43,6 +43,14 @@ class Tenant:
     def num_waiting(self) -> int:
         return self.num_open - len(self.in_flight)
 
+    def last_waiting(self) -> Entry | None:
+        """The request that goes last of those that wait and have no tokens yet."""
+        for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
+            last = next(reversed(lane.values()))
+            if not last.generated:
+                return last
+        return None
+
 
 class Levels:
     """Tenants by load; those of one load in the order in which they reached it or began to wait."""

@@ -285,9 +285,10 @@ async def test_books_and_shares_hold_whatever_tenants_send(seed: int) -> None:
             for engine in coordinator.engines
             for other in engine.in_flight.values()
             for entry in waiting
-            if dispatcher._may_move(other, entry, clock.time()) and other.tenant.load >= entry.tenant.load + 2
+            if dispatcher._shares.may_move(other, engine, entry, clock.time())
+            and other.tenant.load >= entry.tenant.load + 2
         ]
-        assert clock.time() < dispatcher._next_search or not movable, "a tenant waits beyond its share"
+        assert clock.time() < dispatcher._shares.next_search or not movable, "a tenant waits beyond its share"
     assert coordinator.counters.moved > 10
     for lane in (lane for tenant in dispatcher.tenants for lane in tenant.lanes.values()):
         assert [arrived[uid] for uid in lane] == sorted(arrived[uid] for uid in lane), "not in the order of arrival"

@@ -2,8 +2,11 @@
 
 import asyncio
 
-from megatron_runtime.data_parallel_inference_coordinator import dispatching
+import pytest
+
+from megatron_runtime.data_parallel_inference_coordinator import shares
 from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.wire.messages import Final, pack, tokens_to_bytes
 
 
@@ -115,7 +118,7 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
 
 
 async def test_who_made_room_is_left_alone_for_a_while(stage, params, monkeypatch) -> None:
-    monkeypatch.setattr(dispatching, "MOVE_AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(shares, "MOVE_AGAIN_SECONDS", 3600.0)
     coordinator = stage.coordinator()
     engine = await stage.engine(max_requests=3, step_seconds=None)
     client = await stage.client()
@@ -135,7 +138,7 @@ async def test_who_made_room_is_left_alone_for_a_while(stage, params, monkeypatc
     await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
     coordinator.pump()
     assert coordinator.counters.moved == 3, "each has made room once"
-    monkeypatch.setattr(dispatching, "MOVE_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(shares, "MOVE_AGAIN_SECONDS", 0.0)
     engine.finish(engine.dispatches[-1].dispatch_id)
     await engine.until(lambda: len(engine.dispatches) == 9)
 
@@ -198,3 +201,33 @@ async def test_where_only_the_order_of_arrival_decides_there_is_one_tenant(stage
     engine = await stage.engine(max_requests=1, step_seconds=None)
     await engine.until(lambda: len(engine.dispatches) == 8)
     assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(8))
+
+
+async def test_a_full_queue_has_room_for_the_tenant_with_fewer_requests(stage, params) -> None:
+    coordinator = stage.coordinator(max_queued=6)
+    client = await stage.client()
+    greedy = [client.add_request([1, n], params(1), tenant="a") for n in range(6)]
+    other = [client.add_request([2, n], params(1), tenant="b") for n in range(4)]
+    refused = [*greedy[:2:-1], other[3]]
+    for future in refused:
+        with pytest.raises(RequestRejectedError, match="try again") as rejected:
+            await future
+        assert (rejected.value.code, rejected.value.retry_after_seconds) == (429, 1.0)
+    assert len(coordinator.dispatcher.queue) == 6
+    engine = await stage.engine(max_requests=1)
+    await asyncio.gather(*greedy[:3], *other[:3])
+    assert sorted(prompts_of(engine.dispatches)) == [1, 1, 1, 2, 2, 2]
+
+
+async def test_a_full_journal_has_room_for_the_tenant_with_fewer_bytes(stage, params) -> None:
+    coordinator = stage.coordinator(journal_bytes=40_000)
+    client = await stage.client()
+    greedy = [client.add_request([1] * 2000, params(1), tenant="a") for _ in range(4)]
+    other = client.add_request([2] * 2000, params(1), tenant="b")
+    with pytest.raises(RequestRejectedError, match="other tenants have fewer"):
+        await greedy[3]
+    with pytest.raises(RequestRejectedError, match="of 40000"):
+        await client.add_request([2] * 4000, params(1), tenant="b")
+    assert len(coordinator.dispatcher.queue) == 4
+    await stage.engine()
+    await asyncio.gather(*greedy[:3], other)
