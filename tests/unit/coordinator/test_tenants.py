@@ -29,7 +29,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     running = prompts_of(job.dispatch for job in engine.jobs.values())
     assert (running.count(1), running.count(2)) == (4, 4)
     assert coordinator.counters.moved == len(engine.aborted) == 4
-    # The most recent four gave way: they had the least to lose, and they wait before what came after them.
+    # The most recent four made room: they had the least to lose.
     assert engine.aborted == [dispatch.dispatch_id for dispatch in reversed(engine.dispatches[4:8])]
     engine.step_seconds = 0.0
     engine._schedule()
@@ -39,7 +39,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     ):
         assert tokens == final["generated_tokens"] == echo_answer(prompt, 30)
     again = [dispatch for dispatch in engine.dispatches if len(dispatch.generated)]
-    assert len(again) >= 4, "who gave way goes on with the tokens it had"
+    assert len(again) >= 4, "a request that made room goes on with the tokens it had"
     assert len(coordinator.dispatcher.tenants) == 0
 
 
@@ -58,7 +58,7 @@ async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
     assert coordinator.counters.moved == 0
 
 
-async def test_who_names_no_tenant_is_one_with_its_connection(stage, params) -> None:
+async def test_a_request_without_a_tenant_belongs_to_that_of_its_connection(stage, params) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(max_requests=4, step_seconds=None)
     greedy, other = await stage.client(), await stage.client()
@@ -79,7 +79,7 @@ async def test_who_names_no_tenant_is_one_with_its_connection(stage, params) -> 
     assert all(future.cancelled() for future in named)
 
 
-async def test_of_the_waiting_the_tenant_with_the_fewest_goes_next_each_in_its_order(stage, params) -> None:
+async def test_the_waiting_tenant_with_the_lowest_load_goes_next_each_in_the_order_of_arrival(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
     for number in range(6):
@@ -117,7 +117,7 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
     assert [len(dispatch.generated) for dispatch in engine.dispatches] == [4, 4, 0, 0]
 
 
-async def test_who_made_room_is_left_alone_for_a_while(stage, params, monkeypatch) -> None:
+async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, monkeypatch) -> None:
     monkeypatch.setattr(shares, "MOVE_AGAIN_SECONDS", 3600.0)
     coordinator = stage.coordinator()
     engine = await stage.engine(max_requests=3, step_seconds=None)
@@ -169,7 +169,7 @@ async def test_pinned_requests_those_of_higher_priority_and_plain_engines_make_n
     assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 4, 6]
 
 
-async def test_the_answer_of_who_made_room_counts_where_it_was_on_its_way(stage, params, collect) -> None:
+async def test_a_late_answer_of_a_request_that_made_room_is_delivered(stage, params, collect) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine(max_requests=2, step_seconds=None)
     client = await stage.client()

@@ -46,7 +46,7 @@ async def test_each_key_is_a_tenant_of_an_opaque_id(start: Any, tmp_path: Path) 
     await opened.http.post(
         "/v1/completions", json={"model": "smollm2", "prompt": "Hi"}, headers={"Authorization": "Bearer first-secret"}
     )
-    assert opened.backend.tenants == [""], "without keys nobody chooses a tenant"
+    assert opened.backend.tenants == [""], "without keys a request cannot choose its tenant"
 
 
 @pytest.mark.parametrize("shared", [False, True])
