@@ -107,7 +107,7 @@ class TenantBook:
         self._tenants: dict[TenantKey, Tenant] = {}
         self._turns = count(1)
         self.busy = Levels()
-        """Those that have requests at engines."""
+        """Those that have several requests at engines."""
 
     def __len__(self) -> int:
         return len(self._tenants)
@@ -154,9 +154,9 @@ class TenantBook:
 
     def _reload(self, tenant: Tenant, before: int, after: int) -> None:
         tenant.turn = next(self._turns)
-        if before:
+        if before > 1:
             self.busy.discard(tenant, before)
-        if after:
+        if after > 1:
             self.busy.add(tenant, after)
         for band in tenant.lanes:
             band.tenants.discard(tenant, before)
@@ -172,4 +172,4 @@ class TenantBook:
             in_flight = {entry.dispatch_id: entry for entry in own if entry.engine is not None}
             assert tenant.in_flight == in_flight, "requests of a tenant at engines are miscounted"
             assert list(tenant.in_flight) == sorted(in_flight), "requests of a tenant are not in the order of dispatch"
-        self.busy.check_integrity({tenant for tenant in self if tenant.load})
+        self.busy.check_integrity({tenant for tenant in self if tenant.load > 1})
