@@ -206,16 +206,24 @@ class InferenceClient(EngineVerbs):
         *,
         deadline_seconds: float | None = None,
         engine: str = "",
+        tenant: str = "",
     ) -> asyncio.Future[Any]:
         """Submit now. The future gives the answer, or raises RequestRejectedError; cancelling it aborts the request.
 
         prompt:           token ids, shape [n]; text only where the coordinator has a tokenizer.
         deadline_seconds: after that the coordinator gives the request up.
         engine:           name of the one engine that may answer; the request fails with it. Empty: any.
+        tenant:           whose share of the engines the request counts against, an opaque text of at most 64
+                          characters. Empty: this client's.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         request = self._new_request(
-            prompt, sampling_params, streaming=False, deadline_seconds=deadline_seconds, engine=engine
+            prompt,
+            sampling_params,
+            streaming=False,
+            deadline_seconds=deadline_seconds,
+            engine=engine,
+            tenant=tenant,
         )
         request.future = future
         future.add_done_callback(lambda done: self.abort_request(request.request_id) if done.cancelled() else None)
@@ -229,16 +237,22 @@ class InferenceClient(EngineVerbs):
         *,
         deadline_seconds: float | None = None,
         engine: str = "",
+        tenant: str = "",
     ) -> AsyncStream:
         """Submit now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, then `{"final": reply}`.
 
         A partial has "new_log_probs" and "new_top_n_logprobs" where they were asked for, the first one also
         "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
-        aborts the request.
+        aborts the request. The arguments are those of add_request().
         """
         sampling_params.streaming = True
         request = self._new_request(
-            prompt, sampling_params, streaming=True, deadline_seconds=deadline_seconds, engine=engine
+            prompt,
+            sampling_params,
+            streaming=True,
+            deadline_seconds=deadline_seconds,
+            engine=engine,
+            tenant=tenant,
         )
         reader = None if self._is_home() else running_loop()
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)

@@ -171,6 +171,14 @@ class ServerSpec(ApiModel):
     api_keys_secret_ref: SecretKeyRef | None = Field(
         default=None, description="File of accepted API keys, one a line; every request needs one when set."
     )
+    share_prefix_cache: bool = Field(
+        default=False,
+        description="API keys share cached prefixes: response times and cached_tokens then tell the holder of one key "
+        "which prompts others sent.",
+    )
+    allow_priority: bool = Field(
+        default=False, description="Requests may choose a priority; otherwise one that is not 0 is answered 400."
+    )
     tool_call_parser: ToolCallParser | None = Field(
         default=None, description="Parser of tool calls in completions; auto looks at the chat template."
     )

@@ -52,6 +52,10 @@ def server_args(ctx: RenderContext) -> list[str]:
         args += ["--api-keys-file", f"{API_KEYS_DIR}/keys"]
     if server.tls is not None:
         args += ["--tls-certificate-file", f"{TLS_DIR}/tls.crt", "--tls-key-file", f"{TLS_DIR}/tls.key"]
+    if server.share_prefix_cache:
+        args.append("--share-prefix-cache")
+    if server.allow_priority:
+        args.append("--allow-priority")
     if server.tool_call_parser is not None:
         args += ["--tool-call-parser", server.tool_call_parser.value]
     return args

@@ -101,6 +101,20 @@ def tool_call_parser(command: _F) -> _F:
     return option(command)
 
 
+share_prefix_cache = click.option(
+    "--share-prefix-cache/--no-share-prefix-cache",
+    default=False,
+    show_default=True,
+    help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
+)
+allow_priority = click.option(
+    "--allow-priority/--no-allow-priority",
+    default=False,
+    show_default=True,
+    help="Requests may choose a priority other than 0.",
+)
+
+
 class LogFormatter(logging.Formatter):
     """One line a record, escaped; tracebacks are indented. Names of peers and texts of clients cannot pass for records
     of their own or change what a terminal shows."""

@@ -14,7 +14,16 @@ from typing import Any
 
 import click
 
-from megatron_runtime.cli.options import PORT, ROUTING_POLICIES, ApiKeysFile, Memory, readable_errors, tool_call_parser
+from megatron_runtime.cli.options import (
+    PORT,
+    ROUTING_POLICIES,
+    ApiKeysFile,
+    Memory,
+    allow_priority,
+    readable_errors,
+    share_prefix_cache,
+    tool_call_parser,
+)
 from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
 
 _LOOPBACK = "127.0.0.1"
@@ -44,6 +53,8 @@ class ServeOptions:
     threads: int | None
     api_keys_file: Path | None
     allowed_hosts: tuple[str, ...]
+    share_prefix_cache: bool
+    allow_priority: bool
     tool_call_parser: str
     drain_seconds: float
     verbose: bool
@@ -100,6 +111,8 @@ class ServeOptions:
     help="A further name of this server in requests (Host header); repeatable. On loopback, requests for any other "
     "name than localhost get a 403.",
 )
+@share_prefix_cache
+@allow_priority
 @tool_call_parser
 @click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, show_default=True, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
@@ -187,6 +200,8 @@ def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.s
         *("--host", options.host, "--listen-fd", str(listener.fileno()), "--health-port", "off"),
         *(argument for host in options.served_hosts for argument in ("--allowed-host", host)),
         *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
+        *(["--share-prefix-cache"] if options.share_prefix_cache else []),
+        *(["--allow-priority"] if options.allow_priority else []),
         *(*length, *drain, *logs),
     ]
     return [

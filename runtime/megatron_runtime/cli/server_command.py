@@ -15,8 +15,10 @@ from megatron_runtime.cli.options import (
     ApiKeysFile,
     Memory,
     OptionalPort,
+    allow_priority,
     log_level,
     readable_errors,
+    share_prefix_cache,
     tool_call_parser,
 )
 
@@ -41,6 +43,8 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option("--tls-certificate-file", type=FILE, help="PEM chain; absent: plain HTTP. Read again when it changes.")
 @click.option("--tls-key-file", type=FILE, help="Its key, in PEM.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@share_prefix_cache
+@allow_priority
 @tool_call_parser
 @click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
 @click.option("--max-body-size", "max_body_bytes", type=Memory(), default="4Mi", show_default=True)

@@ -18,6 +18,8 @@ class Counters:
     """Prefix blocks that engines said they no longer hold."""
     replays: int = 0
     """Requests dispatched anew because their engine was lost."""
+    moved: int = 0
+    """Requests taken from an engine to make room for another tenant."""
     completed: int = 0
     refused: int = 0
     """Requests answered with an error by the coordinator."""

@@ -1,7 +1,8 @@
 """The life of a request at the coordinator: admitted, queued, dispatched, dispatched anew, ended.
 
-An engine gets at most as many requests as it runs at once; the rest wait here, in order of arrival, so that an engine
-that joins finds work and one that leaves has little to hand over.
+An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work
+and one that leaves has little to hand over. While requests of other tenants wait, a tenant keeps no more than its share
+of the engines: requests beyond it are taken back and go on later.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from megatron_runtime.data_parallel_inference_coordinator.quarantine import Quar
 from megatron_runtime.data_parallel_inference_coordinator.records import Client, Engine, Entry
 from megatron_runtime.data_parallel_inference_coordinator.routing import Router
 from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
+from megatron_runtime.data_parallel_inference_coordinator.shares import Shares
+from megatron_runtime.data_parallel_inference_coordinator.tenants import TenantBook
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId, Sent
 from megatron_runtime.data_parallel_inference_coordinator.waiting import Deadlines, WaitingQueue
 from megatron_runtime.wire.headers import ErrorCode
@@ -95,6 +98,16 @@ class Dispatcher:
         self._on_lost = on_lost
         self._on_change = on_change
         self._clock = clock
+        self.tenants = TenantBook(is_shared=router.deterministic)
+        self._shares = Shares(
+            self.tenants,
+            self.queue,
+            clock=clock,
+            may_dispatch=may_dispatch,
+            dispatch=self._dispatch,
+            take_back=self._take_back,
+            refuse=self._refuse_full,
+        )
         self._former: dict[int, FormerDispatch] = {}
         # Never used twice, not even by the coordinator after this one: an engine may still answer the one before.
         self.next_dispatch_id = (random.SystemRandom().getrandbits(28) << 24) + 1
@@ -116,17 +129,31 @@ class Dispatcher:
             return
         now = self._clock.time()
         deadline = now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None
+        tenant = self.tenants.of(meta.tenant or client.route)
         entry = Entry(
-            uid, client, meta, prompt, params, bytearray(generated), now, deadline, client.model, plain_id=plain_id
+            uid,
+            client,
+            tenant,
+            meta,
+            prompt,
+            params,
+            bytearray(generated),
+            now,
+            deadline,
+            client.model,
+            plain_id=plain_id,
         )
         if generated:
             entry.forwarded = entry.held = entry.tokens_so_far
-        if self.queue.length >= self._settings.max_queued:
+        if self.queue.length >= self._settings.max_queued and not self._shares.drop_for(entry, by_bytes=False):
             self._refuse_full(entry, f"{self.queue.length} requests wait for an engine already")
             return
-        if not self.journal.add(entry):
-            self._refuse_full(entry, f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}")
-            return
+        while not self.journal.add(entry):
+            if not self._shares.drop_for(entry, by_bytes=True):
+                used = f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}"
+                self._refuse_full(entry, used)
+                return
+        self.tenants.opened(entry)
         client.open[uid] = entry
         if meta.engine:
             self._dispatch_pinned(entry)
@@ -142,6 +169,8 @@ class Dispatcher:
             self.limit_wait(entry)
 
     def _refuse_full(self, entry: Entry, reason: str) -> None:
+        if self.journal.get(entry.uid) is entry:
+            self.forget(entry)
         self.answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
 
     def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
@@ -166,16 +195,22 @@ class Dispatcher:
         self._on_change()
 
     def _refuse_pinned(self, entry: Entry) -> None:
-        entry.engine = None
+        self._leave_engine(entry)
         engine = self._engines.named(entry.meta.engine)
         why = "is reserved for a suspect request" if engine is not None and engine.reserved else "does not serve"
         self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
 
     # --- queue and dispatch ------------------------------------------------------------------------------------
 
-    def _enqueue(self, entry: Entry, *, first: bool = False) -> None:
-        entry.engine, entry.dispatch_id = None, 0
-        self.queue.add(entry, first=first)
+    def _enqueue(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        self._leave_engine(entry)
+        self.queue.add(entry, first=first, moved=moved)
+
+    def _leave_engine(self, entry: Entry) -> None:
+        """The request has no engine any more. The caller takes it out of the engine's own list."""
+        if entry.engine is not None:
+            self.tenants.returned(entry)
+            entry.engine, entry.dispatch_id = None, 0
 
     @property
     def waiting(self) -> int:
@@ -194,7 +229,19 @@ class Dispatcher:
             candidates = self._candidates()
             if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
                 break
+        if self.queue.length and len(self.tenants) > 1:
+            self._shares.level()
         self._on_change()
+
+    def _take_back(self, entry: Entry, engine: Engine) -> None:
+        """Take a request from its engine, which stays, and let it wait before the others of its tenant."""
+        del engine.in_flight[entry.dispatch_id]
+        self.withdraw(entry)
+        self._counters.moved += 1
+        self._remember(entry, engine)
+        entry.moved_at = self._clock.time()
+        self._enqueue(entry, moved=True)
+        self.limit_wait(entry)
 
     def _candidates(self) -> list[Engine]:
         return self._engines.available() if self._router.deterministic else self._engines.with_room()
@@ -246,6 +293,7 @@ class Dispatcher:
             if self.queue.length:
                 self.queue.discard(entry)
             entry.engine, entry.dispatch_id = engine, dispatch_id
+            self.tenants.dispatched(entry)
             entry.dispatched_bytes = len(entry.generated)
             engine.in_flight[dispatch_id] = entry
             if entry.hashes is None:  # where there was no choice, the request need not wait for them
@@ -276,7 +324,7 @@ class Dispatcher:
 
     def _put_back(self, entry: Entry) -> None:
         """Queue a request that had an engine again, or hold it back as a suspect."""
-        entry.engine, entry.dispatch_id = None, 0
+        self._leave_engine(entry)
         if entry.crashes and self.quarantine.suspects(entry):
             self.quarantine.add(entry)
         else:
@@ -296,7 +344,7 @@ class Dispatcher:
         self.withdraw(entry)
         del engine.in_flight[entry.dispatch_id]
         self._remember(entry, engine)
-        entry.engine, entry.dispatch_id = None, 0
+        self._leave_engine(entry)
 
     def relieve(self, engine: Engine) -> None:
         """Give what a silent engine has to others, as far as they have room. What it answers later is its own."""
@@ -352,7 +400,10 @@ class Dispatcher:
             self.quarantine.forget(entry)
         if entry.engine is not None:
             entry.engine.in_flight.pop(entry.dispatch_id, None)
+            self.tenants.returned(entry)
+            entry.engine = None
         self.journal.remove(entry)
+        self.tenants.closed(entry)
         entry.client.open.pop(entry.uid, None)
         if entry.plain_id is not None:
             entry.client.plain_ids.pop(entry.plain_id, None)
@@ -407,6 +458,8 @@ class Dispatcher:
         """What must hold whenever the loop is idle."""
         self.journal.check_integrity()
         self.quarantine.check_integrity()
+        self.queue.check_integrity()
+        self.tenants.check_integrity(list(self.journal))
         waiting = sum(entry.engine is None for entry in self.journal)
         assert self.waiting == waiting, "a request without an engine does not wait for one"
         for former in self._former.values():

@@ -32,6 +32,7 @@ class Journal:
         cost = entry.cost()
         if self.bytes + cost > self._limit:
             return False
+        entry.admitted_bytes = cost
         self._entries[entry.uid] = entry
         self.bytes += cost
         return True

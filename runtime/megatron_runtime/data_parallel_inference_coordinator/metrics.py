@@ -61,6 +61,7 @@ class CoordinatorMetrics(Collector):
         yield rejected
         for name, text, value in (
             ("replays", "Requests dispatched anew because their engine was lost.", counters.replays),
+            ("moved_requests", "Requests taken from an engine to make room for another tenant.", counters.moved),
             ("stale_answers", "Answers of engines that were not the next of their request.", counters.stale),
             ("late_answers", "Final answers of engines that had been removed, delivered.", counters.late),
             ("evicted_blocks", "Prefix blocks that engines said they no longer hold.", counters.evicted_blocks),

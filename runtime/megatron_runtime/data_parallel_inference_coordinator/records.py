@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+from megatron_runtime.data_parallel_inference_coordinator.tenants import Tenant
 from megatron_runtime.data_parallel_inference_coordinator.transport import PeerId
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
@@ -195,10 +196,15 @@ class Entry:
     crashes:    crashes of engines while it was in flight there; empty again once it has been acquitted.
     crash_position: generated tokens at the last of them; None where they are not known.
     progress:   tokens that a reserved engine reports of a request that does not stream.
+    tenant:     whose share of the engines it counts against.
+    admitted_bytes: what it took of the journal when it was admitted.
+    is_replay:  it waits because its engine was lost, and goes before others.
+    moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
     """
 
     uid: bytes
     client: Client
+    tenant: Tenant
     meta: RequestMeta
     prompt: bytes
     params: bytes
@@ -220,6 +226,9 @@ class Entry:
     crashes: Sequence[Crash] = ()
     crash_position: int | None = None
     progress: int = 0
+    admitted_bytes: int = 0
+    is_replay: bool = False
+    moved_at: float | None = None
 
     @property
     def tokens_so_far(self) -> int:

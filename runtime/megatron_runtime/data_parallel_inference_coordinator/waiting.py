@@ -5,53 +5,113 @@ from __future__ import annotations
 import heapq
 import math
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from megatron_runtime.data_parallel_inference_coordinator.clock import Clock, Timer
 from megatron_runtime.data_parallel_inference_coordinator.records import Entry
+from megatron_runtime.data_parallel_inference_coordinator.tenants import Levels
 
 GRAIN_SECONDS = 0.02
 """A request's time is up at most so much later than it should be, and never earlier."""
 
 
-class WaitingQueue:
-    """Requests without an engine: the lowest priority number first, then in order of arrival.
+@dataclass(slots=True, eq=False)
+class Band:
+    """Waiting requests of one priority and model.
 
-    Each model has lanes of its own, so that a request whose model has no room is overtaken by those of another.
+    replays: those that an engine was lost with, in the order in which they go; they go before all others.
+    tenants: whose others wait; their lanes are in Tenant.lanes.
+    """
+
+    priority: int
+    model: str
+    replays: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
+    tenants: Levels = field(default_factory=Levels)
+
+    def heads(self) -> Iterator[Entry]:
+        """The first replay, and the first of the tenant that goes next."""
+        if self.replays:
+            yield next(iter(self.replays.values()))
+        if self.tenants:
+            yield next(iter(self.tenants.lowest().lanes[self].values()))
+
+
+class WaitingQueue:
+    """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
+    requests at engines, and each tenant's in the order of arrival.
+
+    Each model has a band of its own, so that a request whose model has no room is overtaken by those of another.
     """
 
     def __init__(self) -> None:
-        self._lanes: dict[tuple[int, str], OrderedDict[bytes, Entry]] = {}
+        self._bands: dict[tuple[int, str], Band] = {}
         self.length = 0
 
     def __len__(self) -> int:
         return self.length
 
-    def add(self, entry: Entry, *, first: bool = False) -> None:
-        """`first`: before all of its priority."""
-        lane = self._lanes.setdefault(_lane_of(entry), OrderedDict())
-        lane[entry.uid] = entry
+    def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        """first: a replay, before all of its priority. moved: before the others of its tenant only."""
+        key = entry.meta.priority, entry.model
+        band = self._bands.get(key)
+        if band is None:
+            band = self._bands[key] = Band(*key)
+        entry.is_replay = first
         if first:
+            lane = band.replays
+        else:
+            tenant = entry.tenant
+            lane = tenant.lanes.get(band) or OrderedDict()
+            if not lane:
+                tenant.lanes[band] = lane
+                band.tenants.add(tenant, tenant.load)
+        lane[entry.uid] = entry
+        if first or moved:
             lane.move_to_end(entry.uid, last=False)
         self.length += 1
 
     def discard(self, entry: Entry) -> None:
-        lane = self._lanes.get(_lane_of(entry))
-        if lane is not None and lane.pop(entry.uid, None) is not None:
-            self.length -= 1
-            if not lane:
-                del self._lanes[_lane_of(entry)]
+        band = self._bands.get((entry.meta.priority, entry.model))
+        if band is None:
+            return
+        tenant = entry.tenant
+        lane = band.replays if entry.is_replay else tenant.lanes.get(band)
+        if lane is None or lane.pop(entry.uid, None) is None:
+            return
+        self.length -= 1
+        if not lane and not entry.is_replay:
+            del tenant.lanes[band]
+            band.tenants.discard(tenant, tenant.load)
+        if not band.replays and not band.tenants:
+            del self._bands[band.priority, band.model]
 
     def heads(self) -> list[Entry]:
-        """The first request of each lane, the next one of all before the others."""
-        heads = [next(iter(lane.values())) for lane in self._lanes.values()]
+        """The requests that may go next, of each band at most two; the next one of all before the others."""
+        heads = [entry for band in self._bands.values() for entry in band.heads()]
         if len(heads) > 1:
-            heads.sort(key=lambda entry: (entry.meta.priority, entry.arrived))
+            heads.sort(key=_place)
         return heads
 
+    def check_integrity(self) -> None:
+        """What must hold whenever the loop is idle."""
+        waiting = 0
+        for key, band in self._bands.items():
+            assert key == (band.priority, band.model), "a band is in the place of another"
+            assert band.replays or band.tenants, "an empty band is kept"
+            tenants = list(band.tenants)
+            band.tenants.check_integrity(tenants)
+            lanes = [tenant.lanes[band] for tenant in tenants]
+            assert all(lanes), "an empty lane is kept"
+            assert all(entry.is_replay for entry in band.replays.values()), "a request waits among replays"
+            waiting += len(band.replays) + sum(map(len, lanes))
+        assert waiting == self.length, "waiting requests are miscounted"
 
-def _lane_of(entry: Entry) -> tuple[int, str]:
-    return entry.meta.priority, entry.model
+
+def _place(entry: Entry) -> tuple[int, int, int, int, float]:
+    if entry.is_replay:
+        return entry.meta.priority, 0, 0, 0, entry.arrived
+    return entry.meta.priority, 1, entry.tenant.load, entry.tenant.turn, entry.arrived
 
 
 class Deadlines:

@@ -36,7 +36,7 @@ class Admission:
             tokens=tokens,
             max_total_tokens=self._max_total_tokens(params, len(request.prompt_tokens)),
             stop_ids=self._stop_ids(params),
-            rank=(params.priority, arrival),
+            rank=(params.priority, 0, arrival),
             digests=self._digests(request),
             reads_cache=self._config.enable_prefix_caching and not params.wants_prompt_log_probs,
             deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,

@@ -32,6 +32,7 @@ class EngineRequest:
     seed:             with the index of a token it fixes the random number that the token is drawn with.
     deadline_seconds: time left for it, running or waiting; None means no limit.
     grammar:          what the answer must match, as it stands after `generated_tokens`; None where anything may come.
+    tenant:           requests of different tenants share the engine: see Scheduler.
     """
 
     request_id: int
@@ -41,6 +42,7 @@ class EngineRequest:
     seed: int = 0
     deadline_seconds: float | None = None
     grammar: GrammarState | None = None
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +128,8 @@ class OpenRequest:
     """A request that an engine works on.
 
     tokens:    prompt and answer; kept here only while it holds no slot.
-    rank:      its place in every queue: lower priority number first, then order of arrival.
+    rank:      its place in every queue: (priority, place, arrival), the lowest first. `place` counts the requests of
+               its tenant and priority that came before it; it is 0 while all requests are of one tenant.
     digests:   of the complete blocks of its prompt.
     reads_cache: it may take these blocks from the prefix cache.
     deadline, arrived, admitted, first_token: on the engine's clock.
@@ -136,7 +139,7 @@ class OpenRequest:
     tokens: npt.NDArray[np.int32]
     max_total_tokens: int
     stop_ids: frozenset[int]
-    rank: tuple[int, int]
+    rank: tuple[int, int, int]
     digests: list[bytes]
     reads_cache: bool
     deadline: float | None
@@ -159,6 +162,18 @@ class OpenRequest:
     @property
     def priority(self) -> int:
         return self.rank[0]
+
+    @property
+    def place(self) -> int:
+        return self.rank[1]
+
+    @property
+    def arrival(self) -> int:
+        return self.rank[2]
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
 
     @property
     def prompt_length(self) -> int:

@@ -5,12 +5,17 @@ is preempted first: the first in line always gets on, so nobody starves but behi
 
 Who waits takes the place of who runs only where its priority number is lower, and only where that makes room for it.
 So requests of one priority never take turns, and who was preempted waits for room of its own.
+
+Requests of several tenants are interleaved: of one priority, the first request of each tenant goes first, then the
+second of each, and so on. The n-th request of a tenant may also take the place of a later one than the n-th of another
+tenant. So each tenant gets an equal share of slots, pages and prompt tokens, as far as it has requests for it.
 """
 
 from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -39,7 +44,7 @@ class StepRows:
     needs_sample: npt.NDArray[np.bool_]
 
 
-def _rank(request: OpenRequest) -> tuple[int, int]:
+def _rank(request: OpenRequest) -> tuple[int, int, int]:
     return request.rank
 
 
@@ -60,6 +65,11 @@ class Scheduler:
         self.cache_hits = 0
         self._context = context
         self._config = config
+        self._tenants: Counter[str] = Counter()
+        """Open requests of each tenant."""
+        self._is_interleaved = False
+        self._has_changed = False
+        """Requests were added or removed since tenants were interleaved."""
         self._deadlines: list[tuple[float, int]] = []
         """(deadline, request id); entries of requests that have ended are skipped."""
 
@@ -67,6 +77,8 @@ class Scheduler:
 
     def add(self, request: OpenRequest) -> None:
         self.open[request.request_id] = request
+        self._tenants[request.tenant] += 1
+        self._has_changed = True
         insort(self.waiting, request, key=_rank)
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, request.request_id))
@@ -76,6 +88,10 @@ class Scheduler:
     def remove(self, request: OpenRequest) -> None:
         """Forget it and free what it holds, now."""
         del self.open[request.request_id]
+        self._tenants[request.tenant] -= 1
+        if not self._tenants[request.tenant]:
+            del self._tenants[request.tenant]
+        self._has_changed = True
         if request.slot >= 0:
             self._release(request)
         else:
@@ -111,12 +127,34 @@ class Scheduler:
         request.slot = -1
         _discard(self.running, request)
 
+    def _interleave(self) -> None:
+        """Give each request its place among those of its tenant, and put the queues into the order of rank."""
+        has_several = len(self._tenants) > 1
+        if has_several or self._is_interleaved:
+            for request, place in zip(self.open.values(), self._places(), strict=True):
+                request.rank = request.priority, place, request.arrival
+            self.waiting.sort(key=_rank)
+            self.running.sort(key=_rank)
+        self._is_interleaved, self._has_changed = has_several, False
+
+    def _places(self) -> list[int]:
+        """The place of each open request among those of its tenant; 0 while there is one tenant."""
+        places: Counter[tuple[int, str]] = Counter()
+        found = []
+        for request in self.open.values():  # in the order of arrival
+            own = request.priority, request.tenant
+            found.append(places[own] if len(self._tenants) > 1 else 0)
+            places[own] += 1
+        return found
+
     # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
         """Choose the rows of the next step: one token of each decode, then prompts in the order of rank, under way or
         just admitted, while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
         """
+        if self._has_changed:
+            self._interleave()
         victim = self._grow()
         left = self._left(self.running)
         if self.running and not self.waiting and left.max() == 1 and not self._without_mask():
@@ -197,7 +235,7 @@ class Scheduler:
         for request in list(self.waiting):
             if victim is not None and victim.rank <= request.rank:
                 break
-            if not context.has_free_slot and request.priority >= self.running[-1].priority:
+            if not context.has_free_slot and request.rank[:2] >= self.running[-1].rank[:2]:
                 break
             total = len(request.tokens)
             matched = context.match(request.digests, total) if request.reads_cache else []
@@ -207,7 +245,7 @@ class Scheduler:
             victims = self._victims(request, matched)
             if victims is None:
                 break
-            count, room = total - context.tokens_of_blocks(matched), self._tokens_for(request, without=len(victims))
+            count, room = total - context.tokens_of_blocks(matched), self._tokens_for(request, without=victims)
             if room <= 0 or (not self._config.enable_chunked_prefill and room < count <= self._config.step_tokens):
                 break
             if victims:
@@ -220,29 +258,30 @@ class Scheduler:
             self._admitted(request, slot, num_cached=context.tokens_of_blocks(matched), now=now, epoch=epoch)
 
     def _victims(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> list[OpenRequest] | None:
-        """Whom `request` takes the place of: of lower priority, the last in line, as few as make room for it. None
-        where even all of them would not.
+        """Whom `request` takes the place of: of those that give way to it the last in line, as few as make room for
+        it. None where even all of them would not.
         """
         others = len(self.running)
-        lower = sum(other.priority > request.priority for other in self.running)
+        lower = [other for other in self.running if _gives_way(other, request)]
 
         def is_room(count: int) -> bool:
-            leaving = _slots(self.running[others - count :])
+            leaving = _slots(lower[len(lower) - count :])
             return self._context.has_room(request, matched, without=leaving, spare_pages=others - count)
 
         if is_room(0):
             return []
-        if not lower or not is_room(lower):
+        if not lower or not is_room(len(lower)):
             return None
-        count = next(count for count in range(1, lower + 1) if is_room(count))
-        return self.running[others - count :]
+        count = next(count for count in range(1, len(lower) + 1) if is_room(count))
+        return lower[len(lower) - count :]
 
-    def _tokens_for(self, request: OpenRequest, *, without: int) -> int:
-        """Tokens of a step that are left to `request` when the last `without` in line have gone: each decode has its
-        one, and prompts before it in line all they want.
+    def _tokens_for(self, request: OpenRequest, *, without: Sequence[OpenRequest]) -> int:
+        """Tokens of a step that are left to `request` when those of `without` have gone: each decode has its one, and
+        prompts before it in line all they want.
         """
-        left = self._left(self.running[: len(self.running) - without])
-        ahead = bisect_left(self.running, request.rank, key=_rank)
+        staying = [other for other in self.running if other not in without] if without else self.running
+        left = self._left(staying)
+        ahead = bisect_left(staying, request.rank, key=_rank)
         return self._config.step_tokens - int(left[:ahead].sum()) - int((left[ahead:] == 1).sum())
 
     def _admitted(self, request: OpenRequest, slot: int, *, num_cached: int, now: float, epoch: int) -> None:
@@ -267,10 +306,21 @@ class Scheduler:
         for queue in (self.waiting, self.running):
             if any(first.rank >= second.rank for first, second in pairwise(queue)):
                 raise AssertionError("a queue is out of order")
+        if self._tenants != Counter(request.tenant for request in self.open.values()):
+            raise AssertionError("the requests of a tenant are miscounted")
+        if not self._has_changed and [request.place for request in self.open.values()] != self._places():
+            raise AssertionError("a request is in the wrong place among those of its tenant")
         if any(request.slot >= 0 for request in self.waiting):
             raise AssertionError("a waiting request holds a slot")
         if sorted(request.slot for request in self.running) != self._context.taken_slots():
             raise AssertionError("running requests and taken slots differ")
+
+
+def _gives_way(running: OpenRequest, waiting: OpenRequest) -> bool:
+    """Whether `running` is of lower priority, or beyond the share of its tenant where `waiting` is within its own."""
+    if running.priority != waiting.priority:
+        return running.priority > waiting.priority
+    return running.place > waiting.place and running.tenant != waiting.tenant
 
 
 _NO_TOKENS = np.empty(0, np.int32)

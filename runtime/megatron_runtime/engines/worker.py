@@ -342,6 +342,7 @@ class EngineWorker:
             seed=dispatch.meta.seed,
             deadline_seconds=None if deadline_seconds is None else max(0.0, deadline_seconds - waited),
             grammar=grammar,
+            tenant=dispatch.meta.tenant or f"client {dispatch.route}",
         )
         added = self._thread.call(lambda engine: engine.add_request(request))
         added.add_done_callback(lambda future: self._refuse_if_failed(dispatch, future))

@@ -87,6 +87,7 @@ class PendingRequest:
         streaming: bool,
         deadline_seconds: float | None,
         engine: str = "",
+        tenant: str = "",
     ) -> Self:
         """A new request, submitted now, number 0. Its uid and, where the caller gave none, its seed are minted here."""
         now = time.perf_counter()
@@ -101,6 +102,7 @@ class PendingRequest:
                 priority=params.priority,
                 cache_salt=params.cache_salt or "",
                 engine=engine,
+                tenant=tenant,
             ),
             prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
             params=pack(params.serialize()),

@@ -129,8 +129,9 @@ def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
 
 
 def _authorize(service: Service, request: Request) -> None:
-    """Raise ApiError 401 unless the request carries one of the API keys, where any are set."""
-    if not service.api_keys.admits(request.headers.get("authorization", "")):
+    """Raise ApiError 401 unless the request carries one of the API keys, where any are set; note its tenant."""
+    request.state.tenant = service.api_keys.tenant(request.headers.get("authorization", ""))
+    if request.state.tenant is None:
         raise ApiError(
             401, "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'.", code="invalid_api_key"
         )

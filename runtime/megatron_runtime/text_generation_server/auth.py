@@ -1,4 +1,4 @@
-"""API keys: who may use the routes under /v1."""
+"""API keys: who may use the routes under /v1, and the tenant that each key stands for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+TENANT_CHARACTERS = 32
+"""Hexadecimal digits of a tenant id, of 128 bits."""
 _LOOK_SECONDS = 1.0
 """A key file is looked at again at most this often: a mounted Secret changes while the server runs."""
 
@@ -46,14 +48,23 @@ class ApiKeys:
 
     def admits(self, authorization: str) -> bool:
         """Whether the value of an Authorization header carries one of the keys."""
+        return self.tenant(authorization) is not None
+
+    def tenant(self, authorization: str) -> str | None:
+        """The tenant id of the key that an Authorization header carries; None where it carries none of the keys.
+
+        The id is opaque: the key cannot be read from it. It is empty where the server is open to all.
+        """
         self._follow_file()
         if not self._digests:
-            return True
+            return ""
         scheme, _, given = authorization.partition(" ")
         # ASGI gives header bytes as Latin-1; what was sent is the key's UTF-8.
         digest = _digest(given.strip().encode("latin-1", errors="replace"))
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
-        return scheme.lower() == "bearer" and any(matches)
+        if scheme.lower() != "bearer" or not any(matches):
+            return None
+        return _digest(b"megatron tenant " + digest).hex()[:TENANT_CHARACTERS]
 
     def _follow_file(self) -> None:
         now = time.monotonic()
@@ -80,6 +91,16 @@ class ApiKeys:
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns, status.st_size
+
+
+def tenant_salt(tenant: str, cache_salt: str | None) -> str | None:
+    """The salt of the prefix cache for a request: no other tenant has it, whatever `cache_salt` its requests ask for.
+
+    Without a tenant it is `cache_salt` itself.
+    """
+    if not tenant:
+        return cache_salt
+    return _digest(f"megatron cache salt {tenant} {cache_salt or ''}".encode()).hex()[:TENANT_CHARACTERS]
 
 
 def _digest(key: bytes) -> bytes:

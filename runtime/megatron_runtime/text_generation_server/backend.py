@@ -31,10 +31,17 @@ class Backend(Protocol):
     def connected(self) -> bool:
         """Whether requests submitted now reach a coordinator."""
 
-    def add_request(self, prompt: list[int], sampling_params: SamplingParams) -> asyncio.Future[Any]:
-        """Submit; the future gives the reply map. Cancelling it aborts the request."""
+    def add_request(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> asyncio.Future[Any]:
+        """Submit; the future gives the reply map. Cancelling it aborts the request.
 
-    def add_request_streaming(self, prompt: list[int], sampling_params: SamplingParams) -> TokenStream:
+        tenant: whose share of the engines the request counts against; empty: that of all without one.
+        """
+
+    def add_request_streaming(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> TokenStream:
         """Submit; the stream gives tokens as they are generated."""
 
     def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:

@@ -44,6 +44,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         log_probs=(asked.top_logprobs or 0) if asked.logprobs else None,
         form=None if tools is None else tools.form,
         markers=() if tools is None else tools.markers,
+        tenant=request.state.tenant,
     )
     answer = _ChatAnswer(
         service, asked, tools, prompt, {"id": f"chatcmpl-{uuid.uuid4().hex}", "created": int(time.time())}

@@ -42,6 +42,7 @@ async def create_completion(service: Service, request: Request) -> Response:
         max_tokens=max_tokens,
         log_probs=asked.logprobs,
         prompt_log_probs=bool(asked.echo) and asked.logprobs is not None,
+        tenant=request.state.tenant,
     )
     head = {
         "id": f"cmpl-{uuid.uuid4().hex}",

@@ -39,6 +39,7 @@ class Job:
     counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
     prefix: text put before the generated text (echo); None for none.
     prompt_only: what is generated is not part of the answer.
+    tenant: whose share of the engines it counts against; empty: this server's.
     """
 
     index: int
@@ -49,6 +50,7 @@ class Job:
     counts_prompt: bool = True
     prefix: str | None = None
     prompt_only: bool = False
+    tenant: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +218,7 @@ class Generation:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
         with self.metrics.request(len(job.prompt), streams=False) as observed:
             async with _rejections(self.field_names):
-                reply = await self.backend.add_request(job.prompt, job.params)
+                reply = await self.backend.add_request(job.prompt, job.params, tenant=job.tenant)
             return self._finished(job, choice, reply, observed)
 
     async def stream(self) -> AsyncGenerator[Piece]:
@@ -257,7 +259,7 @@ class Generation:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
         with self.metrics.request(len(job.prompt), streams=True) as observed:
             async with _rejections(self.field_names):
-                stream = self.backend.add_request_streaming(job.prompt, job.params)
+                stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

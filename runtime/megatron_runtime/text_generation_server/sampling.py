@@ -37,11 +37,13 @@ def sampling_params(
     form: dict[str, Any] | None = None,
     log_probs: int | None = None,
     prompt_log_probs: bool = False,
+    cache_salt: str | None = None,
 ) -> SamplingParams:
     """Return the parameters that all choices share; what the request leaves out is as SamplingParams has it.
 
     form:      what the answer must look like.
     log_probs: how many of the likeliest tokens to report at each place; None reports no log-probabilities at all.
+    cache_salt: the salt of the prefix cache; that of the request itself is not used.
     Raises ApiError 400 that names the field at fault.
     """
     temperature = 1.0 if request.temperature is None else request.temperature
@@ -65,7 +67,7 @@ def sampling_params(
         "stop_words": request.stop or None,
         "detokenize_stop_sequence": request.include_stop_str_in_output,
         "priority": request.priority,
-        "cache_salt": request.cache_salt,
+        "cache_salt": cache_salt,
         "return_log_probs": log_probs is not None,
         "top_n_logprobs": log_probs,
         "skip_prompt_log_probs": not prompt_log_probs,

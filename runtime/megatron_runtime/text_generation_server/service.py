@@ -17,7 +17,7 @@ from starlette.responses import Response
 
 from megatron_runtime.requests.pending import TOKEN_BYTES
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.text_generation_server.auth import ApiKeys
+from megatron_runtime.text_generation_server.auth import ApiKeys, tenant_salt
 from megatron_runtime.text_generation_server.backend import Backend
 from megatron_runtime.text_generation_server.errors import ApiError, context_length_error, from_validation, shown
 from megatron_runtime.text_generation_server.generation import Generation, Job
@@ -227,6 +227,7 @@ class Service:
         prompt_log_probs: bool = False,
         form: dict[str, Any] | None = None,
         markers: Sequence[str] = (),
+        tenant: str = "",
     ) -> Generation:
         """Return the jobs of a request, ready to run.
 
@@ -234,18 +235,26 @@ class Service:
         log_probs:  how many of the likeliest tokens to report at each place; None reports no log-probabilities.
         form:       what the answer must look like; None means what the request itself asks for.
         markers:    special tokens that are text all the same.
+        tenant:     whose share of the engines, and whose part of the prefix cache, the jobs use; empty: this server's.
         Raises ApiError 400 for a prompt that is too long, or sampling parameters that are wrong.
         """
         choices = request.n or 1
         if len(prompts) * choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
         self._check_room(len(prompts) * choices)
+        self._check_priority(request)
+        cache_salt = tenant_salt("" if self.settings.share_prefix_cache else tenant, request.cache_salt)
         own = form_of(request)
         form_field = "tool_choice" if own is None else own[1]
         form = form if own is None else own[0]
         end_ids, visible = self._end_ids(request), self._ids_of(markers)
         shared = sampling_params(
-            request, self.tokenizer, form=form, log_probs=log_probs, prompt_log_probs=prompt_log_probs
+            request,
+            self.tokenizer,
+            form=form,
+            log_probs=log_probs,
+            prompt_log_probs=prompt_log_probs,
+            cache_salt=cache_salt,
         )
         _check_sent_bytes(shared, prompts, choices=choices, form_field=form_field)
         jobs = []
@@ -262,6 +271,7 @@ class Service:
                         counts_prompt=choice == 0,
                         prefix=prompt.echoed,
                         prompt_only=max_tokens == 0,
+                        tenant=tenant,
                     )
                 )
         return Generation(
@@ -323,6 +333,14 @@ class Service:
         if count > limit:
             message = f"This server has {limit} requests open, or would have: try again."
             raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
+
+    def _check_priority(self, request: GenerationRequest) -> None:
+        if request.priority and not self.settings.allow_priority:
+            message = (
+                f"Invalid value for priority: {request.priority} is not 0, and this server lets no request choose its "
+                "priority. Leave the field out, or start the server with --allow-priority (spec.server.allowPriority)."
+            )
+            raise ApiError(400, message, param="priority", code="invalid_value")
 
     def _budget(self, prompt: Prompt, wanted: int | None) -> int | None:
         """Most tokens to generate: at least one, so that an engine has something to do."""

@@ -44,6 +44,9 @@ class ServerSettings:
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
+    share_prefix_cache: API keys share cached prefixes, so `cached_tokens` and response times tell one key's holder
+                        which prompts others sent. Without API keys it has no effect.
+    allow_priority:     requests may have a `priority` other than 0.
     tool_call_parser:   how the model writes tool calls: a name of `tools.PARSERS`, "auto" for what its chat template
                         says, "none" to offer no tools.
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
@@ -71,6 +74,8 @@ class ServerSettings:
     tls_certificate_file: Path | None = None
     tls_key_file: Path | None = None
     api_keys_file: Path | None = None
+    share_prefix_cache: bool = False
+    allow_priority: bool = False
     tool_call_parser: str = "auto"
     max_sequence_length: int | None = None
     max_body_bytes: int = 4 * 1024 * 1024

@@ -33,18 +33,21 @@ class RequestMeta(NamedTuple):
     """Seeds the block hashes, so that tenants with different salts share no prefix."""
     engine: str = ""
     """The one engine that may answer; empty: any."""
+    tenant: str = ""
+    """The opaque id of whose share of the engines the request counts against; empty: its client's connection."""
 
     def items(self) -> tuple[Any, ...]:
-        """As they travel: the last one only where it says something."""
-        return self if self.engine else self[:6]
+        """The elements as they travel: the last two are left out where they and all after them are empty."""
+        return self if self.tenant else self[:7] if self.engine else self[:6]
 
     @classmethod
     def from_list(cls, value: Any) -> Self:
-        """The last three elements may be absent: a peer of the first release does not send them."""
+        """The last four elements may be absent: a peer of an earlier release does not send them."""
         if type(value) is list and len(value) >= 4:
             streaming, seed, deadline, text = value[:4]
             priority, salt = value[4:6] if len(value) >= 6 else (0, "")
             engine = value[6] if len(value) >= 7 else ""
+            tenant = value[7] if len(value) >= 8 else ""
             if (
                 type(streaming) is type(text) is bool
                 and type(seed) is type(priority) is int
@@ -53,10 +56,13 @@ class RequestMeta(NamedTuple):
                 and type(salt) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
                 and type(engine) is str
+                and type(tenant) is str
+                and len(tenant) <= limits.MAX_TENANT_CHARACTERS
             ):
-                return cls(streaming, seed, deadline, text, priority, salt, engine)
+                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant)
         raise MalformedMessageError(
-            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine]"
+            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
+            "tenant]"
         )
 
 

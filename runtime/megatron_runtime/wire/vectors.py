@@ -135,6 +135,7 @@ VECTORS: dict[str, Vector] = {
     "PARTIAL, with log-probs": Partial(1, [PartialEntry(UID, 5, 1, 1)], tokens_to_bytes([5]), _EXTRAS),
     "FINAL": Final(5, UID, tokens_to_bytes([4, 5, 6]), pack({"status": "COMPLETED", "finish_reason": "stop"})),
     "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
+    "SUBMIT, of a tenant": Submit(UID, _META._replace(tenant="5eed" * 8), _PROMPT, _NONE, _PARAMS),
 }
 
 

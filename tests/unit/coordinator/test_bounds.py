@@ -132,7 +132,8 @@ class Week:
             uid = self.rng.randbytes(16)
             prompt = tokens_to_bytes([self.rng.randrange(9) for _ in range(12)])
             deadline = self.rng.choice([None, 1000, 10**9])
-            meta = RequestMeta(self.rng.random() < 0.5, 1, deadline, False, self.rng.randrange(3))
+            tenant = self.rng.choice(["", "a", "b", f"t{self.count}"])
+            meta = RequestMeta(self.rng.random() < 0.5, 1, deadline, False, self.rng.randrange(3), tenant=tenant)
             self.say(peer, Submit(uid, meta, prompt, b"", b"\x80"))
             if self.rng.random() < 0.2:
                 self.say(peer, Abort(uid))
@@ -184,6 +185,7 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
         if number == steps // 10:
             early = sizes(week.coordinator)
     assert week.coordinator.counters.completed > 1000
+    assert week.coordinator.counters.moved > 0
     assert week.coordinator.verbs.epoch > 0
     late = sizes(week.coordinator)
     known = {path: size for path, size in late.items() if "_held" not in path}
@@ -195,6 +197,72 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     week.coordinator.check_integrity()
     assert len(week.coordinator.dispatcher.journal) == len(week.coordinator.dispatcher.deadlines) == 0
     assert len(week.coordinator.clients) == len(week.coordinator.engines) == 0
+    assert len(week.coordinator.dispatcher.tenants) == 0
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_books_and_shares_hold_whatever_tenants_send(seed: int) -> None:
+    """Requests of five tenants come, end and are aborted at random; engines come back. After each event no tenant waits
+    that has two requests fewer at engines than another whose requests may make room.
+    """
+    rng, clock = random.Random(seed), SimulatedClock()
+    settings = CoordinatorSettings(timing=Timing(heartbeat=600.0, suspect=2000.0, dead=10**6, recovery=0.0))
+    coordinator = Coordinator(settings, clock=clock, transport=Sink)  # type: ignore[arg-type]
+    coordinator.start()
+    sink, dispatcher = coordinator.transport, coordinator.dispatcher
+    client = (int(Role.CLIENT), b"client")
+    coordinator.receive(client, Hello(role=Role.CLIENT, name="client", incarnation=1).to_frames())
+    engines = [(int(Role.ENGINE), b"0"), (int(Role.ENGINE), b"1")]
+
+    def begin(number: int, incarnation: int) -> None:
+        hello = Hello(role=Role.ENGINE, name=f"engine-{number}", incarnation=incarnation, serving=True, max_requests=5)
+        coordinator.receive(engines[number], hello.model_copy(update={"state": EngineState.RUNNING}).to_frames())
+
+    for number in range(2):
+        begin(number, 1)
+    arrived: dict[bytes, int] = {}
+    for event in range(600):
+        clock.advance(rng.choice([0.0, 0.01, 0.5]))
+        busy = [
+            (peer, entry) for peer in engines if (e := coordinator.engines.at(peer)) for entry in e.in_flight.values()
+        ]
+        match rng.choices(["submit", "answer", "abort", "lose"], [6, 5, 1, 0.1])[0]:
+            case "submit":
+                uid = rng.randbytes(16)
+                arrived[uid] = event
+                meta = RequestMeta(tenant=rng.choices("abcde", [9, 3, 1, 1, 1])[0], priority=rng.choice([0, 0, 0, 1]))
+                coordinator.receive(client, Submit(uid, meta, bytes(4), b"", b"\x80").to_frames())
+            case "answer" if busy:
+                peer, entry = rng.choice(busy)
+                reply = Final(entry.dispatch_id, entry.uid, b"\1\0\0\0", pack({"status": "COMPLETED"}))
+                coordinator.receive(peer, reply.to_frames())
+            case "abort" if arrived:
+                coordinator.receive(client, Abort(rng.choice(list(arrived))).to_frames())
+            case "lose":
+                begin(rng.randrange(2), event + 2)
+        coordinator.pump()  # as every heartbeat does
+        coordinator.check_integrity()
+        waiting = dispatcher.queue.heads()
+        if waiting:
+            assert sum(len(engine.in_flight) for engine in coordinator.engines) == 10, "a slot is free and one waits"
+        movable = [
+            other.tenant.load
+            for engine in coordinator.engines
+            for other in engine.in_flight.values()
+            for entry in waiting
+            if dispatcher._shares.may_move(other, engine, entry, clock.time())
+            and other.tenant.load >= entry.tenant.load + 2
+        ]
+        assert clock.time() < dispatcher._shares.next_search or not movable, "a tenant waits beyond its share"
+    assert coordinator.counters.moved > 10
+    for lane in (lane for tenant in dispatcher.tenants for lane in tenant.lanes.values()):
+        assert [arrived[uid] for uid in lane] == sorted(arrived[uid] for uid in lane), "not in the order of arrival"
+    for uid in arrived:
+        coordinator.receive(client, Abort(uid).to_frames())
+    coordinator.check_integrity()
+    assert len(dispatcher.tenants) == len(dispatcher.queue) == len(dispatcher.journal) == 0
+    assert not sink.controls
+    coordinator.stop()
 
 
 async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, params, monkeypatch) -> None:

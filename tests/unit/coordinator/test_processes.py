@@ -264,3 +264,18 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(pro
     assert max(stalls) < most
     assert peak < MEMORY_BYTES
     assert coordinator.returncode is None
+
+
+async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
+    await processes.coordinator()
+    for name in ("one", "two"):
+        await processes.engine(name, "--max-requests", "4", "--fault", "slow-step:seconds=0.01")
+    link, greedy, other = await processes.admin(), await processes.client(), await processes.client()
+    await until_serving(link, {"one", "two"})
+    long = [greedy.add_request_streaming([*PROMPT, n], params(3000)) for n in range(300)]
+    await asyncio.gather(*(anext(stream) for stream in long[:8]))
+    short = [other.add_request_streaming([n], params(20)) for n in range(1, 7)]
+    for number, (_, final) in enumerate(await asyncio.gather(*map(collect, short)), start=1):
+        assert final["generated_tokens"] == echo_answer([number], 20)
+    status = await link.status()
+    assert status.queued + status.in_flight == 300, "no long request had to end before"

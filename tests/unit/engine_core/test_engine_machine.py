@@ -67,8 +67,9 @@ class Machine(RuleBasedStateMachine):
         priority=st.integers(0, 2),
         salt=st.sampled_from([None, None, "tenant"]),
         seconds=st.sampled_from([None, None, 3.0]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
     )
-    def add(self, stem, shared, tail, length, already, priority, salt, seconds) -> None:
+    def add(self, stem, shared, tail, length, already, priority, salt, seconds, tenant) -> None:
         """A request, perhaps one that another engine began."""
         prompt = stem[:shared] + tail
         answer = echo_answer(prompt, length)
@@ -76,7 +77,7 @@ class Machine(RuleBasedStateMachine):
         params = SamplingParams(temperature=0, num_tokens_to_generate=length, priority=priority, cache_salt=salt)
         forced = np.array(answer[:already], np.int32)
         self.engine.add_request(
-            EngineRequest(number, np.array(prompt, np.int32), forced, params, deadline_seconds=seconds)
+            EngineRequest(number, np.array(prompt, np.int32), forced, params, deadline_seconds=seconds, tenant=tenant)
         )
         self.expected[number] = answer
         self.answers[number] = answer[:already]

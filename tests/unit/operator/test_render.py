@@ -368,3 +368,13 @@ def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, s
     assert 8000 in ports
     allowed = [rule["ports"][0]["port"] for rule in by_name["NetworkPolicy", "demo-server"]["spec"]["ingress"]]
     assert allowed == [8000, 8080]
+
+
+def test_what_keys_share_and_priorities_are_arguments_of_the_server_alone() -> None:
+    plain = _pods(_context())
+    changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True}))
+    assert [name for name, pod in plain.items() if changed[name] != pod] == ["demo-server"]
+    args = changed["demo-server"]["containers"][0]["args"]
+    added = [argument for argument in args if argument not in plain["demo-server"]["containers"][0]["args"]]
+    assert added == ["--share-prefix-cache", "--allow-priority"]
+    assert _pods(_context(server={"sharePrefixCache": False, "allowPriority": False})) == plain

@@ -55,6 +55,8 @@ class ScriptedBackend:
         self.gate.set()
         self.free_tokens = 1
         self.requests: list[tuple[list[int], SamplingParams]] = []
+        self.tenants: list[str] = []
+        """The tenant of each request."""
         self.open = 0
         self.aborted = 0
         self.answer = ANSWER
@@ -65,14 +67,20 @@ class ScriptedBackend:
         self._tokenizer = tokenizer
         self._changed = asyncio.Condition()
 
-    def add_request(self, prompt: list[int], sampling_params: SamplingParams) -> asyncio.Future[Any]:
+    def add_request(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> asyncio.Future[Any]:
         if self.reject is not None:
             raise self.reject
+        self.tenants.append(tenant)
         return asyncio.ensure_future(self._whole(prompt, sampling_params))
 
-    def add_request_streaming(self, prompt: list[int], sampling_params: SamplingParams) -> ScriptedStream:
+    def add_request_streaming(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> ScriptedStream:
         if self.reject is not None:
             raise self.reject
+        self.tenants.append(tenant)
         return ScriptedStream(self, prompt, sampling_params)
 
     async def until(self, *, open_requests: int | None = None, aborted: int | None = None) -> None:

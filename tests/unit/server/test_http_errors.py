@@ -280,10 +280,10 @@ async def test_one_choice_that_fails_aborts_the_others(running: Any, monkeypatch
     name = "add_request_streaming" if stream else "add_request"
     accept, asked = getattr(running.backend, name), itertools.count()
 
-    def refuse_the_third(*arguments: Any) -> Any:
+    def refuse_the_third(*arguments: Any, **options: Any) -> Any:
         if next(asked) == 2:
             raise RequestRejectedError(429, "the queue is full", 1.0)
-        return accept(*arguments)
+        return accept(*arguments, **options)
 
     monkeypatch.setattr(running.backend, name, refuse_the_third)
     assert (await running.chat(n=3, stream=stream)).status_code == 429

@@ -59,7 +59,7 @@ GOOD: dict[str, Maker] = {
     "logit_bias": lambda draw: {str(draw.randrange(49152)): draw.uniform(-100, 100)},
     "ignore_eos": lambda draw: draw.random() < 0.5,
     "min_tokens": lambda draw: draw.randint(0, 4),
-    "priority": lambda draw: draw.randint(-3, 3),
+    "priority": lambda draw: 0,
     "cache_salt": lambda draw: draw.choice(["a", "b"]),
     "user": lambda draw: _text(draw),
 }
@@ -89,7 +89,7 @@ BAD: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({"x": 1}, {"5": 101}, {"49152": 1}, [], 5, {"-1": 1}),
     "ignore_eos": (1, "yes", []),
     "min_tokens": (-1, "x"),
-    "priority": ("x", 1.5),
+    "priority": ("x", 1.5, -3, 3),
     "cache_salt": ("", 5),
     "stream": ("x", 5),
     "stream_options": ({"include_usage": True}, 5),

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.control_link import ControlLink
 from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.engines.build import build_engine
 from megatron_runtime.engines.settings import EngineSettings
 from megatron_runtime.engines.worker import EngineWorker
@@ -250,3 +251,46 @@ async def test_who_cannot_or_may_not_profile_is_told_why(
     assert reply.status_code == status
     assert told in reply.json()["error"]["message"]
     assert (await stack.running.chat(max_tokens=1)).status_code == 200
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_cached_tokens_tell_nothing_of_another_key(start_stack: StartStack, tmp_path: Path, shared: bool) -> None:
+    (tmp_path / "keys").write_text("first\nsecond\n")
+    server = {"api_keys_file": tmp_path / "keys", "share_prefix_cache": shared}
+    stack = await start_stack(server=server, routing_policy=RoutingPolicy.LONGEST_PREFIX)
+
+    async def cached(key: str) -> int:
+        body = {"model": "smollm2", "prompt": list(range(3, 600)), "max_tokens": 2}
+        reply = await stack.running.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert reply.status_code == 200
+        return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert await cached("first") == 0
+    assert await cached("first") == 512, "a key finds its own prompts"
+    assert await cached("second") == (512 if shared else 0)
+    assert await cached("second") == 512
+
+
+async def test_a_key_with_300_long_requests_leaves_room_for_another(start_stack: StartStack, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("greedy\nother\n")
+    stack = await start_stack(step_seconds=0.01, server={"api_keys_file": tmp_path / "keys"})
+
+    async def post(key: str, **body: Any) -> Any:
+        headers = {"Authorization": f"Bearer {key}"}
+        return await stack.running.http.post("/v1/completions", json={"model": "smollm2", **body}, headers=headers)
+
+    prompts = [[number, 5] for number in range(3, 303)]
+    greedy = asyncio.create_task(post("greedy", prompt=prompts, max_tokens=3000, ignore_eos=True))
+
+    async def is_full() -> bool:
+        status = await stack.client.status()
+        return (status.in_flight, status.queued) == (8, 292)
+
+    await eventually(is_full, what="all requests of the first key are there")
+    replies = await asyncio.gather(*(post("other", prompt=[number], max_tokens=5) for number in range(3, 9)))
+    assert [reply.status_code for reply in replies] == [200] * 6
+    assert stack.coordinator.counters.completed == 6, "no request of the first key had to end before"
+    assert not greedy.done()
+    assert stack.coordinator.counters.moved >= 4
+    greedy.cancel()
+    await asyncio.gather(greedy, return_exceptions=True)

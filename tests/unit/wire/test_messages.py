@@ -35,6 +35,7 @@ metas = st.builds(
     st.integers(-(2**31), 2**31),
     st.text(max_size=20),
     st.text(max_size=20),
+    st.text(max_size=64),
 )
 bodies = st.binary(max_size=60)
 
@@ -134,3 +135,16 @@ def test_truncated_and_mutated_messages_are_read_or_refused(name: str, data: st.
 def test_a_map_with_keys_that_cannot_be_keys_is_malformed() -> None:
     with pytest.raises(MalformedMessageError, match="not msgpack"):
         unpack(b"\x81\x90\x01")
+
+
+def test_a_tenant_is_the_last_element_of_the_meta_and_may_be_absent() -> None:
+    items = [True, 7, None, False, 0, "salt", "engine-0", "tenant"]
+    assert RequestMeta.from_list(items).tenant == "tenant"
+    for count in (4, 6, 7):
+        meta = RequestMeta.from_list(items[:count])
+        assert meta.tenant == ""
+        assert "" not in meta.items()[6:], "what is empty at the end is not sent: older peers did not know it"
+    assert len(RequestMeta(tenant="t").items()) == 8
+    for wrong in ("x" * 65, b"t", None, 5):
+        with pytest.raises(MalformedMessageError, match="tenant"):
+            RequestMeta.from_list([*items[:7], wrong])

@@ -1,0 +1,74 @@
+"""An API key stands for a tenant and its own part of the prefix cache; a priority needs to be allowed."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+async def test_a_priority_needs_to_be_allowed(start: Any) -> None:
+    running = await start()
+    assert (await running.chat(priority=0)).status_code == 200
+    for priority in (1, -1):
+        for reply in (
+            await running.chat(priority=priority),
+            await running.post("/v1/completions", {"model": "smollm2", "prompt": "Hi", "priority": priority}),
+        ):
+            error = reply.json()["error"]
+            assert (reply.status_code, error["param"]) == (400, "priority")
+            assert str(priority) in error["message"]
+            assert "--allow-priority" in error["message"]
+    allowed = await start(allow_priority=True)
+    assert (await allowed.chat(priority=-7)).status_code == 200
+    assert allowed.backend.requests[-1][1].priority == -7
+
+
+async def test_each_key_is_a_tenant_of_an_opaque_id(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first-secret\nsecond-secret\n")
+    running, other = await start(api_keys_file=file), await start(api_keys_file=file)
+    for server in (running, other):
+        for key in ("first-secret", "second-secret", "first-secret"):
+            for stream in (False, True):
+                body = {"model": "smollm2", "prompt": "Hi", "stream": stream}
+                reply = await server.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+                assert reply.status_code == 200
+    first, second = running.backend.tenants[0], running.backend.tenants[2]
+    assert first != second
+    assert running.backend.tenants == [first, first, second, second, first, first]
+    assert other.backend.tenants == running.backend.tenants, "all servers name the tenant of a key alike"
+    for tenant in (first, second):
+        assert re.fullmatch("[0-9a-f]{32}", tenant)
+    opened = await start()
+    await opened.http.post(
+        "/v1/completions", json={"model": "smollm2", "prompt": "Hi"}, headers={"Authorization": "Bearer first-secret"}
+    )
+    assert opened.backend.tenants == [""], "without keys a request cannot choose its tenant"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start: Any, tmp_path: Path, shared: bool) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\n")
+    running = await start(api_keys_file=file, share_prefix_cache=shared)
+
+    async def salt(key: str, **fields: Any) -> str | None:
+        body = {"model": "smollm2", "prompt": "Hi", **fields}
+        reply = await running.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        assert reply.status_code == 200
+        return running.backend.requests[-1][1].cache_salt
+
+    assert await salt("first") == await salt("first")
+    assert await salt("first", cache_salt="a") != await salt("first", cache_salt="b")
+    assert (await salt("first") == await salt("second")) is shared
+    assert (await salt("first", cache_salt="a") == await salt("second", cache_salt="a")) is shared
+    if shared:
+        assert (await salt("first"), await salt("first", cache_salt="a")) == (None, "a")
+    else:
+        own = await salt("first")
+        assert own is not None
+        assert await salt("second", cache_salt=own) != own, "a salt that is known opens nothing"
+    assert await salt("first", cache_salt="x" * 256) is not None
