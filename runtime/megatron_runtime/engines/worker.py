@@ -31,6 +31,7 @@ from megatron_runtime.hashing import hash_of_digest
 from megatron_runtime.health import HealthServer
 from megatron_runtime.parallel.errors import RankLostError
 from megatron_runtime.peer_link import PeerLink, coordinator_address
+from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.wire import limits
 from megatron_runtime.wire.headers import ErrorCode, Header, Role
@@ -125,8 +126,8 @@ class EngineWorker:
                 await controller
             self._link.close(self._goodbye)
             self._grammars.close()
-            await asyncio.to_thread(self._loaded.close_grammars)
             await self._thread.stop()
+            await asyncio.to_thread(self._loaded.close_grammars)  # the thread's last step may still need a mask
             if health is not None:
                 await health.stop()
 
@@ -317,7 +318,8 @@ class EngineWorker:
         self._grammars.add(
             dispatch.dispatch_id,
             lambda: self._loaded.begin_grammar(params, tokens),
-            is_known=self._loaded.is_grammar_known(params),
+            # To look up a description beyond the limits would take long; begin_grammar() rejects it at once.
+            is_known=len(dispatch.params) > 2 * MAX_GRAMMAR_BYTES or self._loaded.is_grammar_known(params),
             deadline_seconds=_deadline_seconds(dispatch),
             on_done=lambda begun: self._add_begun(dispatch, params, begun, received=received),
         )

@@ -48,6 +48,7 @@ MAX_REPETITIONS = 10_000
 MAX_MULTIPLE_OF = 10_000
 """Highest `multipleOf`: the compiler makes as many states."""
 
+_SHORTEN = "bytes of description: shorten it"
 _OPENING, _CLOSING = "([{", ")]}"
 # Hostile text is matched: no pattern may backtrack further than a few hundred characters.
 _RULE = re.compile(r"^[ \t]*[?!]*([A-Za-z_]\w{0,99})(?!\w)[^:\n]{0,100}:", re.MULTILINE)
@@ -68,23 +69,24 @@ def check_structure(structure: Mapping[str, Any]) -> None:
     kind, value = str(structure["type"]), structure.get("value")
     if kind == "json_object":
         return
+    if kind == "choice":
+        _at_most(kind, len(value or ()), MAX_ALTERNATIVES, "choices: offer fewer")
+    _check_size(kind, value)
     if kind == "json_schema":
         _check_values(kind, value)
     try:
-        # After the check of the nesting: json.dumps() recurses.
+        # Only now: json.dumps() recurses, and holds the interpreter lock for its whole time.
         size = len(value.encode(errors="replace")) if isinstance(value, str) else len(json.dumps(value))
     except (TypeError, ValueError) as error:  # bytes, integers of thousands of digits
         raise InvalidSamplingParamsError(
             "structured_output", kind, f"a {kind} that JSON can express: {error}"
         ) from error
-    _at_most(kind, size, MAX_GRAMMAR_BYTES, "bytes of description: shorten it")
+    _at_most(kind, size, MAX_GRAMMAR_BYTES, _SHORTEN)
     match kind:
         case "json_schema":
             _check_references(kind, value)
         case "regex":
             _check_expression(kind, value or "")
-        case "choice":
-            _at_most(kind, len(value or ()), MAX_ALTERNATIVES, "choices: offer fewer")
         case "grammar":
             _check_rules(kind, value or "")
 
@@ -92,6 +94,16 @@ def check_structure(structure: Mapping[str, Any]) -> None:
 def _at_most(kind: str, found: int, limit: int, remedy: str) -> None:
     if found > limit:
         raise InvalidSamplingParamsError("structured_output", kind, f"at most {limit} {remedy} (it has {found})")
+
+
+def _check_size(kind: str, value: Any) -> None:
+    """Every value, name and character takes a byte at least."""
+    size = 0
+    for inner, _ in _values(value):
+        size += 1 + (len(inner) if isinstance(inner, str | bytes) else 0)
+        if isinstance(inner, dict):
+            size += sum(len(name) for name in inner if isinstance(name, str))
+        _at_most(kind, size, MAX_GRAMMAR_BYTES, _SHORTEN)
 
 
 def _check_expression(kind: str, text: str) -> None:
@@ -155,7 +167,7 @@ def _check_values(kind: str, schema: Any) -> None:
 
 
 def _values(root: Any) -> Iterator[tuple[Any, int]]:
-    """Every value with its depth; the root's is 1. Stops at the first beyond MAX_NESTING, which it returns."""
+    """Every value with its depth; the root's is 1."""
     waiting = [(root, 1)]
     while waiting:
         value, depth = waiting.pop()

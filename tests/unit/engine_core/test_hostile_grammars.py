@@ -122,6 +122,9 @@ async def test_hostile_grammars_are_answered_with_an_error_and_end_no_engine(ser
     for answer in await asyncio.gather(*streams):
         assert answer["generated_tokens"] == echo_answer([1, 2, 3], 200)
     await served.check()
+    served.engine.process.send_signal(signal.SIGTERM)
+    assert await served.engine.ended() == 0
+    assert not is_alive(before), "an engine that leaves ends the process first"
 
 
 async def test_a_trial_process_that_is_killed_fails_one_request_and_leaves_with_its_engine(served: Served) -> None:
@@ -134,6 +137,8 @@ async def test_a_trial_process_that_is_killed_fails_one_request_and_leaves_with_
         return cpu_seconds(pid) > before + 0.1 or slow.done()
 
     await eventually(is_compiling, what="the trial process compiles", look_seconds=0.01)
+    await served.check()
+    assert not slow.done(), "others are answered while a grammar is compiled"
     os.kill(pid, signal.SIGKILL)
     assert "SIGKILL" in (await slow)["error"]["message"]
     assert (await slow)["error"]["code"] == 400

@@ -76,6 +76,24 @@ def test_what_json_cannot_express_is_rejected(value: Any) -> None:
         check_structure({"type": "json_schema", "value": {"const": value}})
 
 
+@pytest.mark.parametrize(
+    "structure",
+    [
+        {"type": "json_schema", "value": {"enum": [1] * 1_000_000}},
+        {"type": "json_schema", "value": {str(number): 1 for number in range(100_000)}},
+        {"type": "choice", "value": ["x" * 50_000, "y" * 50_000]},
+        {"type": "grammar", "value": "x" * 1_000_000},
+    ],
+    ids=["values", "names", "choices", "text"],
+)
+def test_megabytes_are_rejected_without_being_written_as_json(
+    structure: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammar_limits, "json", None)
+    with pytest.raises(InvalidSamplingParamsError, match="at most"):
+        check_structure(structure)
+
+
 LONG = grammar_limits.MAX_GRAMMAR_BYTES - 2
 
 
