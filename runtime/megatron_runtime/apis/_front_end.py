@@ -13,6 +13,7 @@ from megatron_runtime.text_generation_server.listener import listen
 from megatron_runtime.text_generation_server.run import drain, http_server
 from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback
 from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.tokenization.chat_template import end_idle_renderers
 
 DRAIN_SECONDS = 5.0
 
@@ -89,3 +90,4 @@ class FrontEnd:
         finally:
             self._client.stop()
             self._listener.close()
+            await asyncio.to_thread(end_idle_renderers)

@@ -7,6 +7,7 @@ and output. A program has RENDERERS such processes for all its templates; each s
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import logging
 import os
@@ -196,14 +197,7 @@ class _Renderers:
     """The processes, one caller each at a time. A process starts when all before it are busy."""
 
     def __init__(self) -> None:
-        self._processes = [
-            SacrificialProcess(
-                "megatron_runtime.tokenization.chat_sandbox",
-                memory_bytes=RENDER_MEMORY_BYTES,
-                max_reply_bytes=_MAX_REPLY_BYTES,
-            )
-            for _ in range(RENDERERS)
-        ]
+        self._processes = [_renderer() for _ in range(RENDERERS)]
         self._idle: queue.LifoQueue[SacrificialProcess] = queue.LifoQueue()
         for process in self._processes:
             self._idle.put(process)
@@ -219,9 +213,28 @@ class _Renderers:
         finally:
             self._idle.put(process)
 
+    def end_idle(self) -> None:
+        """End the processes that are not busy. They start again when they are needed."""
+        ended = []
+        with contextlib.suppress(queue.Empty):
+            while True:
+                ended.append(self._idle.get_nowait())
+        for process in ended:
+            process.close()
+            fresh = self._processes[self._processes.index(process)] = _renderer()
+            self._idle.put(fresh)
+
     def close(self) -> None:
         for process in self._processes:
             process.close()
+
+
+def _renderer() -> SacrificialProcess:
+    return SacrificialProcess(
+        "megatron_runtime.tokenization.chat_sandbox",
+        memory_bytes=RENDER_MEMORY_BYTES,
+        max_reply_bytes=_MAX_REPLY_BYTES,
+    )
 
 
 _renderers = _Renderers()
@@ -236,6 +249,11 @@ def _start_over() -> None:
 def renderer_pids() -> list[int]:
     """Process ids of the renderers that run, for diagnosis and tests."""
     return _renderers.pids
+
+
+def end_idle_renderers() -> None:
+    """End the renderers that are not busy, for a program that serves no longer. A later rendering starts them again."""
+    _renderers.end_idle()
 
 
 os.register_at_fork(after_in_child=_start_over)

@@ -139,6 +139,16 @@ def _renders(count: int, task: asyncio.Task[Any]) -> Any:
     return busy
 
 
+def test_idle_renderers_end_on_request_and_start_again(tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    before = tokenizer.render_chat(messages)
+    (*_, pid) = chat_template.renderer_pids()
+    chat_template.end_idle_renderers()
+    assert chat_template.renderer_pids() == []
+    assert not psutil.pid_exists(pid)
+    assert tokenizer.render_chat(messages) == before
+
+
 @pytest.mark.usefixtures("quick_limit")
 async def test_a_template_that_always_loops_is_named(start_with_template: Any) -> None:
     running = await start_with_template(LOOP + CHAT)
