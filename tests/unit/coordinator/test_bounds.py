@@ -345,8 +345,11 @@ async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params
 async def test_senders_check_the_size_limits_too(stage) -> None:
     coordinator = stage.coordinator()
     link = await stage.admin()
+    with pytest.raises(ValueError, match=r"source\n.*at most 4096"):
+        link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * (9 << 20))
+    link._link.max_message_bytes = 1000
     with pytest.raises(ControlRefusedError, match="at most") as refused:
-        await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * (9 << 20))
+        await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * 4096)
     assert refused.value.code == ErrorCode.TOO_LARGE
     assert coordinator.counters.rejected_frames == 0
 

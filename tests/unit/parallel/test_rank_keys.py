@@ -75,6 +75,7 @@ def test_ranks_with_the_mounted_keys_meet(meet, tmp_path: Path, with_keys: bool)
         "\x00",
         f"tcp://127.0.0.1:9 {FOREIGN.public.decode()} {FOREIGN.public.decode()}",
     ],
+    ids=["another key", "no key", "another transport", "no text", "two keys"],
 )
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_writes_to_the_store_is_not_taken_for_a_rank(
