@@ -132,6 +132,8 @@ class _Reader:
             return self._string()
         if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
             item_kind, count = self._scalar("I"), self._scalar("Q")
+            if count > len(self._view) - self._at:  # an element has a byte or more
+                raise self._cut_short(count, self._at)
             self._elements_left -= count
             if self._elements_left < 0:
                 raise GGUFFormatError(

@@ -1,5 +1,6 @@
 """Files of a model are read inside its directory only, whatever links and names are in it."""
 
+import ast
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import torch
 from gguf import GGUFWriter
 from random_checkpoint import LLAMA, random_tensors, write_model
 
+import megatron_runtime
 from megatron_runtime.loading.checkpoint import open_checkpoint, tensors
 from megatron_runtime.loading.convert import convert
 from megatron_runtime.loading.model_files import (
@@ -287,3 +289,26 @@ def test_unsafe_names(name: object) -> None:
     with pytest.raises(UnsafeNameError, match="the file name") as refused:
         require_safe_name(name)
     assert str(refused.value).isprintable()
+
+
+READERS = [
+    path
+    for folder in ("loading", "tokenization")
+    for path in sorted((Path(megatron_runtime.__file__).parent / folder).rglob("*.py"))
+    # What opens model files for the others, and what works on files of its own: the cache, packages, what is written.
+    if path.name not in ("model_files.py", "staging.py", "builtin.py") and path.parent.name != "hub"
+]
+AROUND = {"glob", "rglob", "iterdir", "exists", "from_file", "copyfile", "copytree", "memmap", "fromfile", "safe_open"}
+ON_REFERENCES = {"source.py", "loader.py"}
+"""They ask whether what the caller named is a file or a directory."""
+
+
+@pytest.mark.parametrize("path", READERS, ids=lambda path: path.name)
+def test_no_reader_opens_files_by_itself(path: Path) -> None:
+    """ModelDirectory and ModelFile open them: other ways to find or open a file follow links anywhere."""
+    forbidden = AROUND | (set() if path.name in ON_REFERENCES else {"is_file", "is_dir"})
+    calls = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    named = {call.attr for call in calls if isinstance(call, ast.Attribute)} & forbidden
+    named |= {call.id for call in calls if isinstance(call, ast.Name)} & {"open"}
+    # The only file that may be there is the one that was just written.
+    assert named <= ({"exists"} if path.name == "convert.py" else set()), f"use ModelDirectory instead of {named}"

@@ -30,7 +30,7 @@ MAX_FILES = 100_000
 """Of a repository."""
 LISTING_SECONDS = 120.0
 """For the whole list of files, however slowly it comes."""
-_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_SIZE = 1 << 50

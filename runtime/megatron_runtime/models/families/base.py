@@ -43,6 +43,8 @@ _MOST = {
     "num_local_experts": MAX_EXPERTS,
     "num_experts": MAX_EXPERTS,
     "expert_count": MAX_EXPERTS,
+    "max_position_embeddings": 1 << 24,
+    "context_length": 1 << 24,
     "num_attention_heads": 1 << 16,
     "attention.head_count": 1 << 16,
     "head_dim": 1 << 16,
