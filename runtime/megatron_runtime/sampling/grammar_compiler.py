@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import llguidance
-import msgpack
 
 from megatron_runtime.sacrificial_process import SacrificialProcess, serve
+from megatron_runtime.wire import codec
 
 _LIMITS = {
     "initial_lexer_fuel": 100_000,
@@ -84,12 +84,11 @@ class VocabularyTable:
 
     def pack(self) -> bytes:
         """Everything but `encode`."""
-        packed: bytes = msgpack.packb([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
-        return packed
+        return codec.pack([self.tokens, self.special_token_ids, self.eos_token_ids, self.vocab_size])
 
     @classmethod
     def unpack(cls, packed: bytes) -> VocabularyTable:
-        tokens, special, eos, vocab_size = msgpack.unpackb(packed)
+        tokens, special, eos, vocab_size = codec.unpack(packed, codec.DETAILS)
         ids = {token: id_ for id_, token in enumerate(tokens) if len(token) == 1}
         return cls(
             tokens, special, eos, vocab_size, lambda text: [ids[b] for c in text.encode() if (b := bytes([c])) in ids]
