@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -122,19 +123,21 @@ class Stack:
         """Those that must not end."""
         return {"coordinator": self.coordinator, "server": self.server, **self.fleet.engines}
 
-    def memory(self) -> dict[str, int]:
-        """Resident bytes of each process and its children."""
+    def reset_peaks(self) -> None:
+        """Begin a new measurement of peak memory."""
+        for process in self.processes.values():
+            Path(f"/proc/{process.pid}/clear_refs").write_text("5")
 
-        def resident(process: psutil.Process) -> int:
-            try:
-                return int(process.memory_info().rss)
-            except psutil.NoSuchProcess:
-                return 0
-
+    def peak_memory(self) -> dict[str, int]:
+        """Peak resident bytes of each process since reset_peaks(), and what its children take now."""
         sizes = {}
         for name, process in self.processes.items():
-            root = psutil.Process(process.pid)
-            sizes[name] = sum(map(resident, [root, *root.children(recursive=True)]))
+            status = Path(f"/proc/{process.pid}/status").read_text()
+            peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+            sizes[name] = int(peak.split()[1]) << 10
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    sizes[name] += int(child.memory_info().rss)
         return sizes
 
     async def close(self) -> None:
