@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import time
 from typing import Any
 
 import h11
@@ -21,7 +22,8 @@ MAX_HEADER_BYTES = 16 * 1024
 """Request line and headers. One slice more may be read before the limit is noticed."""
 MAX_HEADERS = 128
 
-_SLICE_BYTES = 16 * 1024
+_SLICE_BYTES = 4 * 1024
+_PARSE_SECONDS = 0.01
 _LINGER_SECONDS = 2.0
 """After an answer that ends the connection early: what the client still sends is read and dropped for so long. Without
 that the kernel resets the connection, and the client may lose the answer."""
@@ -36,6 +38,8 @@ class Connection(H11Protocol):
         self._since = self._heard = self.loop.time()
         self._stalled_since: float | None = None
         self._refused_at: float | None = None
+        self._backlog = bytearray()
+        self._is_parsing_later = False
         self._phase: tuple[str, object] = ("headers", None)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -58,11 +62,31 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
-        # h11 checks the size of headers only while they are incomplete: it must not get many in one piece.
-        for start in range(0, len(data), _SLICE_BYTES):
-            if self._refused_at is not None or self.transport.is_closing():
+        self._backlog += data
+        if self._is_parsing_later:
+            self.transport.pause_reading()  # uvicorn may have resumed it
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has come. A body in chunks of one byte takes long: other connections are served in between.
+
+        h11 gets it in slices, because it checks the size of headers only while they are incomplete.
+        """
+        self._is_parsing_later = False
+        began = time.perf_counter()
+        while self._backlog and self._refused_at is None and not self.transport.is_closing():
+            piece = bytes(self._backlog[:_SLICE_BYTES])
+            del self._backlog[:_SLICE_BYTES]
+            super().data_received(piece)
+            if self._backlog and time.perf_counter() - began > _PARSE_SECONDS and not self.transport.is_closing():
+                self._is_parsing_later = True
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse)
                 return
-            super().data_received(data[start : start + _SLICE_BYTES])
+        self._backlog.clear()
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
         """Answer a request that is no HTTP. Called while h11's error is handled, which knows the status."""
@@ -97,7 +121,7 @@ class Connection(H11Protocol):
             self._time_out("headers", self._limits.header_seconds)
         elif phase[0] == "body" and now - self._since > self._limits.body_seconds:
             self._time_out("body", self._limits.body_seconds)
-        elif phase[0] == "body" and self.flow.read_paused:
+        elif phase[0] == "body" and (self.flow.read_paused or self._is_parsing_later):
             self._heard = now
         elif phase[0] == "body" and now - self._heard > self._limits.body_idle_seconds:
             self._time_out("next part of the body", self._limits.body_idle_seconds)

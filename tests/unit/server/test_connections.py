@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import socket
 import ssl
@@ -197,6 +198,32 @@ async def test_pipelined_requests_are_answered_in_order(running: Any) -> None:
         answers = await to_the_end(reader)
     assert answers.count(b"HTTP/1.1 200") == 4
     assert answers.rindex(b'"text_completion"') < answers.index(b'"version"')
+
+
+async def test_a_body_of_tiny_chunks_is_parsed_between_other_requests(
+    running: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parser gets no further in one go when it is slow: with no time at all, one slice in each iteration."""
+    monkeypatch.setattr("megatron_runtime.text_generation_server.connections._PARSE_SECONDS", 0.0)
+    data = REQUEST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40_000
+    parsed: list[int] = []
+
+    async def watch() -> None:
+        while True:
+            if connections := running.server.server_state.connections:
+                (one,) = connections
+                parsed.append(len(one._backlog))
+            await asyncio.sleep(0)
+
+    watching = asyncio.create_task(watch())
+    async with connection(running) as (reader, writer):
+        writer.write(data + b"%x\r\n%b\r\n0\r\n\r\n" % (len(BODY), BODY) + b"GET / HTTP/x\r\n\r\n")
+        answer = await to_the_end(reader)
+    watching.cancel()
+    assert answer.startswith(b"HTTP/1.1 200"), answer
+    assert max(parsed) > 1 << 15, "the server never has much to parse"
+    steps = [before - after for before, after in itertools.pairwise(parsed)]
+    assert max(steps) <= 8 * 1024
 
 
 async def test_garbage_after_a_request_does_not_break_its_answer(running: Any) -> None:
