@@ -258,7 +258,7 @@ def test_json_of_many_elements_is_refused_before_it_is_parsed() -> None:
         parse_json(b"[" + b"[]," * (1 << 20) + b"[]]", where="it")
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.json", "..data/file", "a..b", "é/文.json"])
+@pytest.mark.parametrize("name", ["a", "a/b.json", "..data/file", "a..b", "é/文.json", "a b/c\N{IDEOGRAPHIC SPACE}d"])
 def test_safe_names(name: str) -> None:
     assert require_safe_name(name) == name
 
@@ -278,6 +278,7 @@ def test_safe_names(name: str) -> None:
         "a\0",
         "a\nb",
         "a\x1b[2J",
+        "a\N{RIGHT-TO-LEFT OVERRIDE}nosj",
         "\ud800",
         "x" * 256,
         "/".join(["x" * 200] * 6),
