@@ -80,7 +80,7 @@ def fuzz(target: Target, *, seconds: float, seed: int) -> Outcome:
     """Run `target` on its corpus, then on new inputs for some seconds of wall-clock time."""
     outcome = _run(target, target.corpus(), seconds=seconds, seed=seed)
     if outcome.finding is not None and outcome.finding.what.startswith("took"):
-        # A machine may stand still for a second: only what takes as long again is a finding.
+        # A machine may be suspended for a second: the input must take as long a second time.
         return Outcome(outcome.inputs, replay(target, [outcome.finding.data]).finding)
     return outcome
 

@@ -90,7 +90,7 @@ def files_of(model: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["safetensors", "megatron", "gguf"])
 def test_no_file_may_be_a_link_to_another_directory(models: dict[str, Path], name: str, tmp_path: Path) -> None:
-    """Each file in turn lies outside, with the right content: who followed the link would not notice."""
+    """Each file in turn lies outside, with the right content: a reader that follows the link would succeed."""
     model = tmp_path / "model"
     read = []
     for file in files_of(models[name]):
@@ -211,7 +211,7 @@ def test_links_that_lead_nowhere_are_no_files(tmp_path: Path) -> None:
     assert [directory.file(name) for name in ("absent", "broken", "folder")] == [None] * 3
     with pytest.raises((ModelFileError, OSError)):
         directory.file("loop")
-    # Whether a file outside exists is not told either.
+    # The error does not depend on whether the file outside exists.
     (tmp_path / "outside").symlink_to("/nonexistent/file")
     with pytest.raises(ModelFileError, match="outside of the model directory"):
         directory.file("outside")
