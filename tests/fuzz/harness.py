@@ -29,6 +29,8 @@ HANG_SECONDS = 1.0
 """Of CPU time for one input, on the reference machine."""
 STALL_SECONDS = 60.0
 """Without a new input, whatever the CPU does."""
+START_SECONDS = 600.0
+"""Until the first input: a cold machine imports torch first."""
 _REFERENCE_SECONDS = 0.04
 """What the calibration takes on the reference machine."""
 _LARGEST = 1 << 20
@@ -78,7 +80,7 @@ def fuzz(target: Target, *, seconds: float, seed: int) -> Outcome:
     """Run `target` on its corpus, then on new inputs for some seconds of wall-clock time."""
     outcome = _run(target, target.corpus(), seconds=seconds, seed=seed)
     if outcome.finding is not None and outcome.finding.what.startswith("took"):
-        # A machine may stand still for a second: only what takes as long again is a finding.
+        # A machine may be suspended for a second: the input must take as long a second time.
         return Outcome(outcome.inputs, replay(target, [outcome.finding.data]).finding)
     return outcome
 
@@ -129,7 +131,7 @@ def _watch(process: object, shared: mmap.mmap) -> bool:
         done = _HEAD.unpack_from(shared)[0]
         if done != before:
             before, since = done, time.monotonic()
-        elif time.monotonic() - since > STALL_SECONDS:
+        elif time.monotonic() - since > (STALL_SECONDS if done else START_SECONDS):
             process.kill()  # type: ignore[attr-defined]
             process.join()  # type: ignore[attr-defined]
             return True

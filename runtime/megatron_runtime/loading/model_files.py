@@ -17,6 +17,7 @@ import json
 import os
 import re
 import stat
+import unicodedata
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -54,7 +55,7 @@ def require_safe_name(name: object) -> str:
         reason = "is absolute"
     elif any(part in ("", ".", "..") for part in name.split("/")):
         reason = "has an empty part or one that is '.' or '..'"
-    elif "\\" in name or not name.isprintable():
+    elif "\\" in name or not all(char.isprintable() or unicodedata.category(char) == "Zs" for char in name):
         reason = "has a backslash or a character that cannot be printed"
     elif len(name.encode()) > MAX_NAME_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in name.split("/")):
         reason = f"is longer than {MAX_NAME_BYTES} bytes, or a part of it than {MAX_PART_BYTES}"

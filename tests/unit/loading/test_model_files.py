@@ -90,7 +90,7 @@ def files_of(model: Path) -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ["safetensors", "megatron", "gguf"])
 def test_no_file_may_be_a_link_to_another_directory(models: dict[str, Path], name: str, tmp_path: Path) -> None:
-    """Each file in turn lies outside, with the right content: who followed the link would not notice."""
+    """Each file in turn lies outside, with the right content: a reader that follows the link would succeed."""
     model = tmp_path / "model"
     read = []
     for file in files_of(models[name]):
@@ -211,7 +211,7 @@ def test_links_that_lead_nowhere_are_no_files(tmp_path: Path) -> None:
     assert [directory.file(name) for name in ("absent", "broken", "folder")] == [None] * 3
     with pytest.raises((ModelFileError, OSError)):
         directory.file("loop")
-    # Whether a file outside exists is not told either.
+    # The error does not depend on whether the file outside exists.
     (tmp_path / "outside").symlink_to("/nonexistent/file")
     with pytest.raises(ModelFileError, match="outside of the model directory"):
         directory.file("outside")
@@ -258,7 +258,7 @@ def test_json_of_many_elements_is_refused_before_it_is_parsed() -> None:
         parse_json(b"[" + b"[]," * (1 << 20) + b"[]]", where="it")
 
 
-@pytest.mark.parametrize("name", ["a", "a/b.json", "..data/file", "a..b", "é/文.json"])
+@pytest.mark.parametrize("name", ["a", "a/b.json", "..data/file", "a..b", "é/文.json", "a b/c\N{IDEOGRAPHIC SPACE}d"])
 def test_safe_names(name: str) -> None:
     assert require_safe_name(name) == name
 
@@ -278,6 +278,7 @@ def test_safe_names(name: str) -> None:
         "a\0",
         "a\nb",
         "a\x1b[2J",
+        "a\N{RIGHT-TO-LEFT OVERRIDE}nosj",
         "\ud800",
         "x" * 256,
         "/".join(["x" * 200] * 6),
