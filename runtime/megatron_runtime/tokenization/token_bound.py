@@ -21,8 +21,8 @@ from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER, piece_to
 from megatron_runtime.tokenization.sentencepiece import WORD_START
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""For vocabularies about which nothing can be proven, because their normalizer drops text, or their model words. Real
-text has 3 to 6 bytes in a token."""
+"""For vocabularies about which nothing can be proven: their normalizer drops text, or their model makes one token of any
+run of unknown text. Real text has 3 to 6 bytes in a token."""
 
 _COMPOSITION_SHRINK = 8
 """The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
@@ -126,7 +126,7 @@ def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequen
 def _is_of_pieces(model: Any) -> bool:
     """Whether the vocabulary has pieces of text as they are, none of them marked as the end or inside of a word."""
     marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
-    return type(model).__name__ in ("BPE", "Unigram") and not any(marks)
+    return type(model).__name__ == "BPE" and not any(marks)
 
 
 def _marked(piece: str) -> bytes:
