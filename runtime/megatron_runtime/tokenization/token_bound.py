@@ -21,7 +21,7 @@ from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER, piece_to
 from megatron_runtime.tokenization.sentencepiece import WORD_START
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""For vocabularies about which nothing can be proven: their normalizer drops text, or their model makes one token of any
+"""For vocabularies about which nothing can be proven: their normalizer drops text, or their model makes one token of a
 run of unknown text. Real text has 3 to 6 bytes in a token."""
 
 _COMPOSITION_SHRINK = 8
