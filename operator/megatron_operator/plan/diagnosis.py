@@ -42,7 +42,7 @@ def _last_words(pod: PodView) -> _LastWords:
             rank=rank if isinstance(rank, int) else None,
             remedy=str(told.get("remedy") or ""),
         )
-    except (ValueError, KeyError, AttributeError):
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError):
         return _LastWords(pod.last_message)
 
 

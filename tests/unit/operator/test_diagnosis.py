@@ -93,3 +93,10 @@ def test_a_preflight_that_failed_names_the_pair_at_once_and_is_forgotten_once_it
     assert found[0].value == "RendezvousFailed"
     assert "container preflight ended with exit code 1 (1 restarts): a-2 cannot reach a-0 on port 29500" in found[1]
     assert diagnose(reduce_pod(_preflight(terminated={"exitCode": 0, "finishedAt": "2"}))) is None
+
+
+@pytest.mark.parametrize(
+    "message", ["[" * 4096, '{"a":' * 800, "[]", "7", '{"message": {}, "rank": [1]}', '{"reason": 1}', "null"]
+)
+def test_a_termination_message_of_any_form_is_quoted_and_stops_nothing(message: str) -> None:
+    assert diagnose(crashed(message)) is not None
