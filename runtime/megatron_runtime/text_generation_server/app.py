@@ -108,11 +108,11 @@ def _add_internals(app: FastAPI, service: Service) -> None:
     """
 
     async def openapi(request: Request) -> Response:
-        _authorize(service, request)
+        service.identify(request)
         return JSONResponse(app.openapi())
 
     async def metrics(request: Request) -> Response:
-        _authorize(service, request)
+        service.identify(request)
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
@@ -128,15 +128,6 @@ def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     return PARSERS.get(name)
 
 
-def _authorize(service: Service, request: Request) -> None:
-    """Raise ApiError 401 unless the request carries one of the API keys, where any are set; note its tenant."""
-    request.state.tenant = service.api_keys.tenant(request.headers.get("authorization", ""))
-    if request.state.tenant is None:
-        raise ApiError(
-            401, "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'.", code="invalid_api_key"
-        )
-
-
 def _add_models(app: FastAPI, service: Service) -> None:
     def card() -> dict[str, Any]:
         return {
@@ -148,11 +139,11 @@ def _add_models(app: FastAPI, service: Service) -> None:
         }
 
     async def list_models(request: Request) -> Response:
-        _authorize(service, request)
+        service.identify(request)
         return JSONResponse({"object": "list", "data": [card()]})
 
     async def get_model(request: Request) -> Response:
-        _authorize(service, request)
+        service.identify(request)
         service.check_model(request.path_params["name"])
         return JSONResponse(card())
 
@@ -164,7 +155,7 @@ def _add_post_route(
     app: FastAPI, service: Service, *, path: str, handler: Handler, body: type[BaseModel] | None
 ) -> None:
     async def endpoint(request: Request) -> Response:
-        _authorize(service, request)
+        service.identify(request)
         return await handler(service, request)
 
     schema: dict[str, Any] = {}

@@ -25,7 +25,7 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     """Answer a conversation."""
     asked = await service.read(request, ChatRequest)
     service.check_model(asked.model)
-    service.check_in_flight()
+    service.check_in_flight(tenant=request.state.tenant)
     tools = tool_use(asked, parser=service.tool_parser)
     prompt = await service.while_connected(
         request,

@@ -24,7 +24,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     """Complete one or several prompts; choices come in the order of the prompts."""
     asked = await service.read(request, CompletionRequest)
     service.check_model(asked.model)
-    service.check_in_flight()
+    service.check_in_flight(tenant=request.state.tenant)
     max_tokens = DEFAULT_MAX_TOKENS if asked.max_tokens is None else asked.max_tokens
     if max_tokens == 0 and not asked.echo:
         message = "Invalid value for max_tokens: 0 leaves no answer; use at least 1, or echo for the prompt alone."

@@ -216,7 +216,7 @@ class Generation:
 
     async def _collect_one(self, job: Job) -> Piece:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
-        with self.metrics.request(len(job.prompt), streams=False) as observed:
+        with self.metrics.request(len(job.prompt), streams=False, tenant=job.tenant) as observed:
             async with _rejections(self.field_names):
                 reply = await self.backend.add_request(job.prompt, job.params, tenant=job.tenant)
             return self._finished(job, choice, reply, observed)
@@ -257,7 +257,7 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
-        with self.metrics.request(len(job.prompt), streams=True) as observed:
+        with self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant) as observed:
             async with _rejections(self.field_names):
                 stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
             async with aclosing(stream):

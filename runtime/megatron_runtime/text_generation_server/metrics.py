@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
@@ -66,8 +67,8 @@ class ServerMetrics:
 
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
-        self.open_requests = 0
-        """Choices that are not answered yet."""
+        self.open_requests: collections.Counter[str] = collections.Counter()
+        """Choices that are not answered yet, by tenant."""
         ProcessCollector(registry=self.registry)
         shared = CollectorRegistry()
         self.registry.register(shared)
@@ -98,14 +99,16 @@ class ServerMetrics:
         )
 
     @contextmanager
-    def request(self, prompt_tokens: int, *, streams: bool) -> Generator[RequestObserver]:
+    def request(self, prompt_tokens: int, *, streams: bool, tenant: str = "") -> Generator[RequestObserver]:
         """Observe one choice from submission to its end; one that ends without `finished` counts as aborted."""
         observer = RequestObserver(self, prompt_tokens, streams=streams)
-        self.open_requests += 1
+        self.open_requests[tenant] += 1
         try:
             yield observer
         finally:
-            self.open_requests -= 1
+            self.open_requests[tenant] -= 1
+            if not self.open_requests[tenant]:
+                del self.open_requests[tenant]
             observer.ended()
 
 

@@ -30,7 +30,8 @@ class ObserveMiddleware:
                     message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
             await send(message)
 
-        with self._service.serving():
+        state = scope.setdefault("state", {})
+        with self._service.serving(state):
             if len(scope["headers"]) > MAX_HEADERS:
                 message = f"The request has more than {MAX_HEADERS} headers: send fewer."
                 refused = ApiError(431, message, code="headers_too_large").response()

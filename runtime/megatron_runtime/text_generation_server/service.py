@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -77,6 +78,9 @@ class Service:
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     in_flight: int = 0
+    """Open HTTP requests, probes included."""
+    in_flight_by_tenant: collections.Counter[str] = field(default_factory=collections.Counter)
+    """Open HTTP requests that carry an API key, or could."""
     body_bytes: int = 0
     """Of request bodies that are not complete yet."""
     text_work: TextWork = field(default_factory=TextWork)
@@ -241,7 +245,7 @@ class Service:
         choices = request.n or 1
         if len(prompts) * choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
-        self._check_room(len(prompts) * choices)
+        self._check_room(self.metrics.open_requests, tenant=tenant, more=len(prompts) * choices)
         self._check_priority(request)
         cache_salt = tenant_salt("" if self.settings.share_prefix_cache else tenant, request.cache_salt)
         own = form_of(request)
@@ -296,8 +300,11 @@ class Service:
         return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
 
     @contextmanager
-    def serving(self) -> Iterator[None]:
-        """Count one HTTP request as open."""
+    def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
+        """Count one HTTP request as open.
+
+        state: of the request; identify() notes its tenant there.
+        """
         self.in_flight += 1
         self._idle.clear()
         try:
@@ -306,6 +313,19 @@ class Service:
             self.in_flight -= 1
             if self.in_flight == 0:
                 self._idle.set()
+            if (tenant := state.get("tenant")) is not None:
+                self.in_flight_by_tenant[tenant] -= 1
+                if not self.in_flight_by_tenant[tenant]:
+                    del self.in_flight_by_tenant[tenant]
+
+    def identify(self, request: Request) -> None:
+        """Note the tenant of a request in its state. Raises ApiError 401 where it carries none of the API keys."""
+        tenant = self.api_keys.tenant(request.headers.get("authorization", ""))
+        if tenant is None:
+            message = "Incorrect or missing API key: send the header 'Authorization: Bearer KEY'."
+            raise ApiError(401, message, code="invalid_api_key")
+        request.state.tenant = tenant
+        self.in_flight_by_tenant[tenant] += 1
 
     async def wait_idle(self) -> None:
         while self.in_flight:
@@ -320,17 +340,19 @@ class Service:
             message = f"Invalid value for {param}: token id {outside} is not in 0..{self.tokenizer.vocab_size - 1}."
             raise ApiError(400, message, param=param, code="invalid_value")
 
-    def check_in_flight(self) -> None:
+    def check_in_flight(self, *, tenant: str) -> None:
         """Raise ApiError 429 for a new request where too many are open, those that wait for a coordinator included."""
-        self._check_limit(self.in_flight)
+        self._check_room(self.in_flight_by_tenant, tenant=tenant, more=0)
 
-    def _check_room(self, choices: int) -> None:
-        """Raise ApiError 429 where these choices would be too many."""
-        self._check_limit(self.metrics.open_requests + choices)
+    def _check_room(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
+        """Raise ApiError 429 where `more` would be too many beside those that are open.
 
-    def _check_limit(self, count: int) -> None:
+        A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
+        keeps others out, and at most twice the limit is open.
+        """
         limit = self.settings.max_open_requests
-        if count > limit:
+        share = limit // len({*open_by_tenant, tenant})
+        if open_by_tenant.total() + more > limit and open_by_tenant[tenant] + more > share:
             message = f"This server has {limit} requests open, or would have: try again."
             raise ApiError(429, message, code="too_many_requests", retry_after_seconds=1)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,29 @@ async def test_each_key_is_a_tenant_of_an_opaque_id(start: Any, tmp_path: Path) 
         "/v1/completions", json={"model": "smollm2", "prompt": "Hi"}, headers={"Authorization": "Bearer first-secret"}
     )
     assert opened.backend.tenants == [""], "without keys a request cannot choose its tenant"
+
+
+async def test_a_key_that_fills_a_server_leaves_room_for_another(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("first\nsecond\n")
+    running = await start(api_keys_file=file, max_open_requests=4)
+    running.backend.gate.clear()
+
+    async def complete(key: str) -> int:
+        body = {"model": "smollm2", "prompt": "Hi"}
+        reply = await running.http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+        return reply.status_code
+
+    waiting = [asyncio.create_task(complete("first")) for _ in range(4)]
+    await running.backend.until(open_requests=4)
+    assert await complete("first") == 429
+    waiting += [asyncio.create_task(complete("second")) for _ in range(2)]
+    await running.backend.until(open_requests=6)
+    assert await complete("second") == 429, "it has its share"
+    running.backend.gate.set()
+    assert await asyncio.gather(*waiting) == [200] * 6
+    assert not running.service.in_flight_by_tenant
+    assert not running.service.metrics.open_requests
 
 
 @pytest.mark.parametrize("shared", [False, True])
