@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
+from megatron_runtime.wire.text import printable
+
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
 """value: a JSON schema (map), nothing, a regular expression, a Lark grammar, a list of texts."""
 
@@ -25,7 +27,7 @@ class InvalidSamplingParamsError(ValueError):
     """A sampling parameter is out of range. `field` names it, the message carries value, range and remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
-        super().__init__(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}")
+        super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
         self.field = field
         self.allowed = allowed
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.fuzz import model_targets
+from tests.fuzz import input_targets, model_targets
 from tests.fuzz.harness import Target
 
-TARGETS: Mapping[str, Target] = {target.name: target for target in (*model_targets.TARGETS,)}
+TARGETS: Mapping[str, Target] = {target.name: target for target in (*model_targets.TARGETS, *input_targets.TARGETS)}

@@ -51,7 +51,7 @@ def test_a_program_that_is_killed_leaves_nothing(program: tuple[Path, str]) -> N
     try:
         assert killed.stdout.readline() == "ready\n"
         children = psutil.Process(killed.pid).children(recursive=True)
-        assert len(children) == 2, "a coordinator and a replica"
+        assert len(children) == 3, "a coordinator, a replica and a process that renders chat templates"
         os.kill(killed.pid, signal.SIGKILL)
         assert killed.exit_code() == -signal.SIGKILL
     finally:

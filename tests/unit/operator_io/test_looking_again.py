@@ -118,7 +118,7 @@ async def test_no_secret_is_read_but_the_keys_of_the_resource() -> None:
     observer = Observer(played, cache, link, options=options)
     seen = await observer.resource()
     assert seen is not None
-    world = await observer.world(seen, fence=1, refusals={}, vetted={})
+    world = await observer.world(seen, term=1, refusals={}, vetted={})
     assert world.keys is not None
     assert await observer.reread_keys(seen) is not None
     assert {name for kind, name in asked if kind == "Secret"} == {"demo-keys"}
