@@ -1,10 +1,11 @@
-"""A coordinator of a tenant's own image: what it answers is garbage, too much, or claims that nobody can have made."""
+"""A coordinator of a tenant's own image: it answers garbage, too much, or values that no real one can have."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from hostile_frames import BOMBS
 
@@ -31,7 +32,7 @@ ANSWERS: dict[str, Callable[[], list[bytes]]] = {
     "the highest epoch": lambda: [reply(epoch=HIGHEST)],
     "an engine of many ranks": lambda: [reply(engines=[{**_ENGINE, "ranks": HIGHEST}])],
     "names that do not print": lambda: [reply(fence=HIGHEST, engines=[_ENGINE])],
-    "operations nobody asked for": lambda: [
+    "operations that were never requested": lambda: [
         reply(operations=[{"operation_id": "\x00" * 64, "signal": 45, "phase": "Failed", "error": "\x1b]0;x" * 9000}])
     ],
     "more engines than there can be": lambda: [reply(engines=[_ENGINE] * 13_000)],
@@ -48,7 +49,13 @@ ANSWERS: dict[str, Callable[[], list[bytes]]] = {
 class HostileCoordinator:
     """Answers HELLO so that it is registered, with the highest fence, and every STATUS with the next of `answers`."""
 
-    def __init__(self, answers: dict[str, Callable[[], list[bytes]]] = ANSWERS, *, floods: int = 0) -> None:
+    def __init__(
+        self, answers: dict[str, Callable[[], list[bytes]]] = ANSWERS, *, floods: int = 0, path: Path | None = None
+    ) -> None:
+        """
+        floods: further answers to each STATUS.
+        path:   of the Unix socket to listen on; None means loopback.
+        """
         self.told: list[str] = []
         self.round = asyncio.Event()
         """Set when each answer was given."""
@@ -65,7 +72,7 @@ class HostileCoordinator:
             send_buffer_bytes=256 << 20,
             check_seconds=60,
         )
-        self.address = self._router.bind("127.0.0.1", 0)
+        self.address = self._router.bind("127.0.0.1", 0) if path is None else self._router.bind_path(path)
 
     async def close(self) -> None:
         self._router.close()

@@ -1,8 +1,8 @@
 """JSON of the API server that is nested so deeply that Python's decoder refuses it.
 
-Whoever may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch of
-all resources. No object that the operator deals with is nested more than some 30 levels deep. So what lies deeper than
-`MOST_LEVELS` is null here, and the resource is rejected for its spec by the rules for specs.
+A user who may create one resource can nest its podTemplate 10,000 levels deep, and one event of it would end the watch
+of all resources. No object that the operator deals with is nested more than some 30 levels deep. So what lies deeper
+than `MOST_LEVELS` is null here, and the resource is rejected for its spec by the rules for specs.
 """
 
 from __future__ import annotations

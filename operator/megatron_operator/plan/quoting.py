@@ -1,7 +1,7 @@
 """Which foreign text a status may quote: only that of images whose repositories the installation lists.
 
 A container of any other image can read Secrets and files and write them to its termination message, or send them to
-its coordinator as an error. Whoever may read the status could then read them without access to the pods' logs.
+its coordinator as an error. A user who may read the status could then read them without access to the pods' logs.
 """
 
 from __future__ import annotations

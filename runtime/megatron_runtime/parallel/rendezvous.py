@@ -160,7 +160,7 @@ class _Authenticator:
 
 
 def _is_admitted(key: bytes, file: Path) -> bool:
-    """A file that cannot be read admits nobody; the thread that asks goes on."""
+    """No key is accepted while a file cannot be read; the calling thread continues."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:

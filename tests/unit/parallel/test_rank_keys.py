@@ -1,4 +1,4 @@
-"""The rendezvous store is open to whoever reaches its port: a rank's key counts only if it is mounted."""
+"""Any process can write to the rendezvous store: a rank's key counts only if it is mounted."""
 
 from __future__ import annotations
 
