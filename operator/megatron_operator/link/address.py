@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_operator.render.context import PORT_ADMIN
-from megatron_runtime.wire.zmtp.dealer import AddressError, host_and_port
+from megatron_runtime.wire.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]
 """(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None while there is none."""
@@ -44,7 +44,7 @@ def template_resolver(template: str) -> Resolver:
         return f"tcp://{address}" if colon and port.isdigit() else f"tcp://{address}:{PORT_ADMIN}"
 
     try:
-        host_and_port(str(resolve("name", "namespace", "")))
+        parse_address(str(resolve("name", "namespace", "")))
     except AddressError as error:
         raise AddressTemplateError(f"--coordinator-address {template!r}: {error}") from error
     return resolve

@@ -56,7 +56,9 @@ def _policy(
         "ingress": ingress,
     }
     if ctx.settings.egress_policies:
-        spec |= {"policyTypes": ["Ingress", "Egress"], "egress": egress}
+        spec["policyTypes"] = ["Ingress", "Egress"]
+        if egress:  # the API server drops an empty list, and the operator would write it again at each start
+            spec["egress"] = egress
     return seal(child(ctx, "NetworkPolicy", name, api_version="networking.k8s.io/v1", component=component, spec=spec))
 
 

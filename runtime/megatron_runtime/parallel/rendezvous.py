@@ -22,7 +22,7 @@ from megatron_runtime.parallel.identity import RankIdentity
 from megatron_runtime.parallel.plan_channel import pull_socket, push_socket
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.zmtp.dealer import host_and_port
+from megatron_runtime.wire.zmtp.dealer import AddressError, parse_address
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +101,8 @@ class Meeting:
         """Address and public key of a rank, as the store has them. Anything may have written there."""
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
-            host_and_port(address)
+            if isinstance(parse_address(address), Path):
+                raise AddressError(f"address {address!r}: want tcp://HOST:PORT")
         except ValueError as error:
             raise RendezvousError(rank, f"the rendezvous store has no address of it: {error}") from error
         return address, public

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from pathlib import Path
 from urllib.parse import urlsplit
 
 from megatron_runtime.wire.codec import Frames
@@ -28,18 +29,20 @@ _PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")
 
 
 class AddressError(ValueError):
-    """An address that is not `tcp://HOST:PORT`."""
+    """An address that is neither `tcp://HOST:PORT` nor `ipc://PATH`."""
 
 
-def host_and_port(address: str) -> tuple[str, int]:
-    """Raises AddressError."""
+def parse_address(address: str) -> tuple[str, int] | Path:
+    """Host and port, or the path of a Unix socket. Raises AddressError."""
     try:
         parts = urlsplit(address)
         if parts.scheme == "tcp" and parts.hostname and parts.port:
             return parts.hostname, parts.port
+        if parts.scheme == "ipc" and not parts.netloc and parts.path:
+            return Path(parts.path)
     except ValueError:
         pass
-    raise AddressError(f"address {address!r}: want tcp://HOST:PORT")
+    raise AddressError(f"address {address!r}: want tcp://HOST:PORT or ipc:///PATH")
 
 
 class Dealer:
@@ -61,7 +64,7 @@ class Dealer:
         max_message_bytes: int,
     ) -> None:
         self.handler_errors = 0
-        self._host, self._port = host_and_port(address)
+        self._address = parse_address(address)
         self._on_message = on_message
         self._keys = keys
         self._attempt = attempt
@@ -72,7 +75,7 @@ class Dealer:
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._host}:{self._port}")
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._address}")
 
     def send(self, message: Frames) -> bool:
         """False where there is no open connection, or too much waits on it: nothing is kept for later."""
@@ -100,7 +103,10 @@ class Dealer:
             self._ended.clear()
             try:
                 async with asyncio.timeout(CONNECT_SECONDS):
-                    _, connection = await loop.create_connection(self._make_connection, self._host, self._port)
+                    if isinstance(self._address, Path):
+                        _, connection = await loop.create_unix_connection(self._make_connection, str(self._address))
+                    else:
+                        _, connection = await loop.create_connection(self._make_connection, *self._address)
             except (OSError, TimeoutError):
                 pass
             else:
@@ -152,7 +158,7 @@ class Dealer:
         if self._connection is connection:
             self._connection = None
         if violation is not None:
-            logger.warning("connection to %s:%d ended: %s", self._host, self._port, violation)
+            logger.warning("connection to %s ended: %s", self._address, violation)
         self._ended.set()
 
     def _stop_timer(self) -> None:
