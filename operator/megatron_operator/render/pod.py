@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 from megatron_operator.render.config import config_name
@@ -98,22 +100,36 @@ def pod_template(
     return merged
 
 
+_UNITS = {"": 1, **{f"{unit}i": 1 << 10 * power for power, unit in enumerate("KMGTPE", 1)}} | {
+    unit: 10 ** (3 * power) for power, unit in enumerate("kMGTPE", 1)
+}
+_QUANTITY = re.compile(r"([0-9]+(?:\.[0-9]+)?)([A-Za-z]{0,2})")
+
+
+def _bytes(quantity: object) -> float:
+    """Bytes of a Kubernetes quantity in its usual notation; infinity for any other."""
+    found = _QUANTITY.fullmatch(str(quantity))
+    return float(found[1]) * _UNITS[found[2]] if found is not None and found[2] in _UNITS else math.inf
+
+
 def bounded_memory(
     overlay: dict[str, Any] | None, container: str, *, cpu: str, request: str, limit: str
 ) -> dict[str, Any]:
     """The resources of a container whose memory has a limit, so that it never takes that of others on its node.
 
-    A podTemplate that says anything of the container's memory says all of it: a request above our limit would be
-    rejected.
+    A podTemplate that gives a memory limit, or a request above `limit`, replaces `limit`.
     """
     requests = {"cpu": cpu, "memory": request}
     spec = (overlay or {}).get("spec")
     containers = spec.get("containers") if isinstance(spec, dict) else None
     for entry in containers if isinstance(containers, list) else ():
         resources = entry.get("resources") if isinstance(entry, dict) and entry.get("name") == container else None
-        if isinstance(resources, dict) and any(
-            isinstance(given, dict) and given.get("memory") is not None for given in resources.values()
-        ):
+        if not isinstance(resources, dict):
+            continue
+        limits, asked = resources.get("limits"), resources.get("requests")
+        if isinstance(limits, dict) and limits.get("memory") is not None:
+            return {"requests": requests}
+        if isinstance(asked, dict) and _bytes(asked.get("memory") or "0") > _bytes(limit):
             return {"requests": requests}
     return {"requests": requests, "limits": {"memory": limit}}
 

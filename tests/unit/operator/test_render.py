@@ -63,6 +63,13 @@ def test_every_pod_meets_the_restricted_profile(sample: Path) -> None:
             assert {mount["mountPath"] for mount in container["volumeMounts"]} >= {"/tmp", "/cache"}
 
 
+@pytest.mark.parametrize("sample", SAMPLES, ids=lambda path: path.stem)
+def test_every_container_of_a_sample_has_a_memory_limit(sample: Path) -> None:
+    for name, pod in _pods(read_resource(sample).context(SETTINGS)).items():
+        for container in (*pod.get("initContainers", ()), *pod["containers"]):
+            assert "memory" in container["resources"]["limits"], f"{name}: {container['name']}"
+
+
 def test_each_component_mounts_only_its_own_keys() -> None:
     mounted = {
         name: {
@@ -332,6 +339,10 @@ def test_every_container_but_an_engines_has_a_memory_limit() -> None:
     ("given", "rendered"),
     [
         ({"limits": {"memory": "1Gi"}}, {"limits": {"memory": "1Gi"}, "requests": {"cpu": "50m"}}),
+        (
+            {"requests": {"memory": "192Mi"}},
+            {"requests": {"cpu": "50m", "memory": "192Mi"}, "limits": {"memory": "4Gi"}},
+        ),
         ({"requests": {"memory": "8Gi"}}, {"requests": {"cpu": "50m", "memory": "8Gi"}}),
         ({"limits": {"memory": None}}, {"requests": {"cpu": "50m"}, "limits": {}}),
         ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "2", "memory": "4Gi"}, "requests": {"cpu": "50m"}}),
