@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 
 import pytest
 import zmq
@@ -14,7 +15,7 @@ from eventually import LONG_SECONDS
 from megatron_runtime.wire.headers import Role
 from megatron_runtime.wire.security import KeyPair, PeerKeys
 from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.dealer import AddressError, Dealer, host_and_port
+from megatron_runtime.wire.zmtp.dealer import AddressError, Dealer, parse_address
 from megatron_runtime.wire.zmtp.frames import COMMAND, MORE
 
 LIMIT = 1 << 16
@@ -158,13 +159,16 @@ async def test_what_a_peer_makes_it_keep_is_bounded(dealer, piece: bytes) -> Non
     assert peak < 16 * LIMIT
 
 
-@pytest.mark.parametrize("address", ["ipc:///tmp/x", "inproc://x", "tcp://host", "host:1", "tcp://:1", "tcp://h:x", ""])
-def test_an_address_is_of_tcp(address: str) -> None:
+@pytest.mark.parametrize(
+    "address", ["ipc://x", "ipc://", "inproc://x", "tcp://host", "host:1", "tcp://:1", "tcp://h:x", ""]
+)
+def test_an_address_is_of_tcp_or_of_a_unix_socket(address: str) -> None:
     with pytest.raises(AddressError, match="want tcp://HOST:PORT"):
-        host_and_port(address)
+        parse_address(address)
 
 
-def test_hosts_of_addresses() -> None:
-    assert host_and_port("tcp://127.0.0.1:5557") == ("127.0.0.1", 5557)
-    assert host_and_port("tcp://[::1]:5557") == ("::1", 5557)
-    assert host_and_port("tcp://demo-coordinator.default.svc:5557") == ("demo-coordinator.default.svc", 5557)
+def test_parts_of_addresses() -> None:
+    assert parse_address("tcp://127.0.0.1:5557") == ("127.0.0.1", 5557)
+    assert parse_address("tcp://[::1]:5557") == ("::1", 5557)
+    assert parse_address("tcp://demo-coordinator.default.svc:5557") == ("demo-coordinator.default.svc", 5557)
+    assert parse_address("ipc:///run/demo.sock") == Path("/run/demo.sock")
