@@ -51,7 +51,8 @@ PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
 """Log-probs and replies, where the process that asked for them reads them."""
 
-_SMALL_BYTES = 4096
+_SMALL_BYTES = 64 << 10
+"""Prompts of 16,000 tokens. At worst the frame becomes as many objects, some 5 MB."""
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
 """msgpack allocates a list when it reads its length. Within 1024 nested lists, its own limit, so many elements each
