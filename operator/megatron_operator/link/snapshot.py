@@ -21,6 +21,7 @@ from megatron_operator.plan.world import (
 )
 from megatron_runtime.wire.headers import ErrorCode, Header
 from megatron_runtime.wire.messages import ControlAck, FailedRequest, Operation, StatusReply
+from megatron_runtime.wire.text import printable as escaped
 
 NAME_CHARACTERS = 128
 MESSAGE_CHARACTERS = 1024
@@ -71,10 +72,7 @@ def snapshot_of(
 
 def printable(text: str, most: int) -> str:
     """`text` in at most `most` characters. Those that do not print, as control characters, are escaped."""
-    text = text[:most]
-    if not text.isprintable():
-        text = "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
-    return text[:most]
+    return escaped(text[:most])[:most]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:

@@ -16,7 +16,7 @@ from megatron_runtime.cli.event_stream import (
     EventReader,
     StreamFailedError,
     StreamFormatError,
-    printable,
+    terminal_text,
     texts_of,
 )
 
@@ -86,13 +86,13 @@ class ApiClient:
             raise click.ClickException(f"{self._url} does not speak the OpenAI API: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
             raise click.ClickException(
-                f"{self._url} does not speak the OpenAI API: {printable(repr(error))}"
+                f"{self._url} does not speak the OpenAI API: {terminal_text(repr(error))}"
             ) from error
 
 
 def echo_text(text: str) -> None:
     """Print a part of an answer; a terminal gets no control sequences of it."""
-    click.echo(printable(text) if sys.stdout.isatty() else text, nl=False)
+    click.echo(terminal_text(text) if sys.stdout.isatty() else text, nl=False)
 
 
 def _content(reply: httpx.Response) -> bytes:
@@ -112,4 +112,4 @@ def _raise_for_error(status: int, content: bytes) -> None:
         message = str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError, RecursionError):
         message = content[:200].decode(errors="replace")
-    raise click.ClickException(f"{printable(message)} (HTTP {status})")
+    raise click.ClickException(f"{terminal_text(message)} (HTTP {status})")

@@ -69,7 +69,7 @@ class EventReader:
         if "error" in event:
             failure = event["error"]
             message = failure.get("message") if isinstance(failure, dict) else failure
-            raise StreamFailedError(printable(str(message)))
+            raise StreamFailedError(terminal_text(str(message)))
         return event
 
 
@@ -86,6 +86,6 @@ def texts_of(event: dict[str, Any]) -> Iterator[str]:
         yield value
 
 
-def printable(text: str) -> str:
+def terminal_text(text: str) -> str:
     """The text without what a terminal would obey: control characters but tab and newline are written out."""
     return _CONTROL.sub(lambda found: f"\\x{ord(found[0]):02x}", text)

@@ -99,7 +99,7 @@ class Registration:
             # A process that lives says that it serves, on whichever connection; one that starts has to load first.
             restarted = not hello.serving and engine.incarnation != hello.incarnation
             crash = CrashEvidence.CERTAIN if restarted else CrashEvidence.NONE
-            self._surroundings.lose_engine(engine, "it registered anew", crash)
+            self._surroundings.lose_engine(engine, "it registered again", crash)
         if engine is None and len(self._engines) >= limits.MAX_ENGINES:
             message = f"{len(self._engines)} engines are registered already: at most {limits.MAX_ENGINES}"
             self._surroundings.refuse(peer, ErrorCode.UNAVAILABLE, message)
@@ -139,7 +139,7 @@ class Registration:
     def plain_engine(self, peer: PeerId) -> None:
         known = self._engines.at(peer)
         if known is not None:
-            self._surroundings.lose_engine(known, "it registered anew", CrashEvidence.CERTAIN)
+            self._surroundings.lose_engine(known, "it registered again", CrashEvidence.CERTAIN)
         name = peer[1].decode("utf-8", "replace") if peer[1][:1] != b"\0" else peer[1].hex()
         namesake = self._engines.named(name)
         if namesake is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from megatron_runtime.wire.text import printable
+
 _MOST_CHARACTERS = 120
 _MOST_BITS = 128
 
@@ -25,7 +27,5 @@ def shown(value: object) -> str:
 
 def escaped(text: str) -> str:
     """Return `text` as shown() has it, without quotes."""
-    cut = "".join(
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in text[:_MOST_CHARACTERS]
-    )
+    cut = printable(text[:_MOST_CHARACTERS])
     return cut if len(text) <= _MOST_CHARACTERS else f"{cut}… ({len(text)} characters)"

@@ -46,10 +46,6 @@ class ApiKeys:
         self._stamp = self._file_stamp()
         self._looked = time.monotonic()
 
-    def admits(self, authorization: str) -> bool:
-        """Whether the value of an Authorization header carries one of the keys."""
-        return self.tenant(authorization) is not None
-
     def tenant(self, authorization: str) -> str | None:
         """The tenant id of the key that an Authorization header carries; None where it carries none of the keys.
 

@@ -20,7 +20,7 @@ from megatron_runtime.cli.event_stream import (
     MAX_EVENT_BYTES,
     EventReader,
     StreamFormatError,
-    printable,
+    terminal_text,
     texts_of,
 )
 
@@ -113,4 +113,4 @@ def test_an_error_without_end_is_not_read_on() -> None:
 
 
 def test_a_terminal_gets_no_control_sequences() -> None:
-    assert printable("\x1b]0;title\x07\x9b31mred\r\n\ttab é 🦙") == "\\x1b]0;title\\x07\\x9b31mred\\x0d\n\ttab é 🦙"
+    assert terminal_text("\x1b]0;title\x07\x9b31mred\r\n\ttab é 🦙") == "\\x1b]0;title\\x07\\x9b31mred\\x0d\n\ttab é 🦙"

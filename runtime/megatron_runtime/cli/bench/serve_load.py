@@ -15,7 +15,7 @@ import httpx
 import uvloop
 
 from megatron_runtime.cli.bench.report import Figure, percentile
-from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, printable
+from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, terminal_text
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -122,7 +122,7 @@ async def _ask(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answe
         try:
             async for data in reply.aiter_raw():
                 if reply.status_code != 200:
-                    shown = printable(data[:200].decode(errors="replace"))
+                    shown = terminal_text(data[:200].decode(errors="replace"))
                     raise click.ClickException(f"{options.url} answered {reply.status_code}: {shown}")
                 for event in events.feed(data):
                     answers.tokens += _completion_tokens(event)
