@@ -76,6 +76,8 @@ class Stack:
         self._directory = directory
         self.exits: list[str] = []
         self.url = ""
+        self.longest_undisturbed = 0.0
+        """Seconds that a well-behaved stream waited while there was no attack."""
         self._supervisors: list[asyncio.Task[None]] = []
 
     async def start(self, *engine_arguments: str) -> None:
