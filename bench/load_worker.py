@@ -20,8 +20,8 @@ def main() -> None:
     # What build_engine() imports when it is called, so that it can be told from the load.
     for name in ("engines.torch_executor", "loading.source"):
         importlib.import_module(f"megatron_runtime.{name}")
-    from megatron_runtime.engines.build import build_engine
-    from megatron_runtime.engines.settings import EngineSettings
+    from megatron_runtime.engine.build import build_engine
+    from megatron_runtime.engine.settings import EngineSettings
 
     imported = time.perf_counter()
     loaded = build_engine(

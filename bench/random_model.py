@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.loading.checkpoint import Part, TensorKind
+from megatron_runtime.checkpoints.checkpoint import Part, TensorKind
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.tensors import tensor_shapes

@@ -24,13 +24,13 @@ import numpy as np
 import psutil
 import torch
 
+from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.executor import StepPlan
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli.bench.engine_load import memory_bandwidth
 from megatron_runtime.cli.bench.report import Counts, machine
-from megatron_runtime.engines.device import Processor
-from megatron_runtime.engines.executor import StepPlan
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.checkpoint import open_checkpoint
-from megatron_runtime.loading.source import resolve
 
 _PAGE = 16
 _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600

@@ -25,18 +25,18 @@ from statistics import median, quantiles
 import click
 import numpy as np
 
+from megatron_kernels.cpu.memory import PAGES_THREAD
+from megatron_kernels.cpu.switches import OF_A_STEP, Switch
+from megatron_kernels.cpu.tuning import TUNING_VARIABLE
+from megatron_runtime.backends.native.device import Processor
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.engines.build import LoadedEngine, build_engine
-from megatron_runtime.engines.device import Processor
+from megatron_runtime.engine.build import LoadedEngine, build_engine
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.layers.native.memory import PAGES_THREAD
-from megatron_runtime.layers.native.tuning import TUNING_VARIABLE
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-from megatron_runtime.switches import OF_A_STEP, Switch
 
 _USUAL, _CONTROL = "usual", "the same again"
 _PROMPT = 64

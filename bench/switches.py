@@ -19,8 +19,8 @@ from statistics import median
 import click
 from peer_bench.processes import Worker
 
+from megatron_kernels.cpu.switches import Switch
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.switches import Switch
 
 CELLS = {"b1": (1, 64, 25), "b8": (8, 64, 13), "prefill 512": (1, 512, 1)}
 """Sequences, tokens of each prompt, tokens generated. The first token's time is not the decode's."""

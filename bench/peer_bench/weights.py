@@ -7,8 +7,8 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from megatron_runtime.loading.export import export_hf
-from megatron_runtime.loading.source import resolve
+from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.tokenization.loader import load_tokenizer
 
 MODEL = "builtin:smollm2-135m"

@@ -10,9 +10,9 @@ from worker import Generate, serve
 def load() -> tuple[Generate, int]:
     import numpy as np
 
-    from megatron_runtime.engines.build import build_engine
-    from megatron_runtime.engines.engine_request import EngineRequest
-    from megatron_runtime.engines.settings import EngineSettings
+    from megatron_runtime.engine.build import build_engine
+    from megatron_runtime.engine.engine_request import EngineRequest
+    from megatron_runtime.engine.settings import EngineSettings
     from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
     model, dtype, threads = sys.argv[1:]
@@ -49,4 +49,4 @@ def load() -> tuple[Generate, int]:
     return generate, engine.executor.vocab_size
 
 
-serve(load, platform="torch", libraries=("megatron_runtime.engines.build",))
+serve(load, platform="torch", libraries=("megatron_runtime.engine.build",))

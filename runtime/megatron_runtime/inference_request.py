@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_runtime.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.requests.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
 from megatron_runtime.requests.record import DynamicInferenceRequestRecord, FinishedRequestRecord
 from megatron_runtime.requests.request import InferenceRequest, Status
 from megatron_runtime.requests.values import as_list, deserialize_tensor, serialize_tensor

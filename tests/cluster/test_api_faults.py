@@ -18,7 +18,7 @@ from eventually import eventually
 from soak import size
 
 from localcluster import LocalCluster, processes
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.protocol.headers import Header
 
 pytestmark = pytest.mark.cluster
 

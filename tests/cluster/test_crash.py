@@ -9,7 +9,7 @@ import pytest
 from coordinator_questions import ask_coordinator
 
 from megatron_operator.cluster.kinds import LEASE, SECRET
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.protocol.headers import Header
 
 pytestmark = pytest.mark.cluster
 

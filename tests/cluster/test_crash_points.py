@@ -20,7 +20,7 @@ from operator_process import OperatorProcess
 from soak import FIRST_SEED, SOAK, part
 
 from megatron_operator.cluster.api import KubeApi
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.protocol.headers import Header
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 

@@ -15,7 +15,7 @@ from coordinator_questions import ask_coordinator
 from soak import repeated, size
 from tcp_relay import TcpRelay
 
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.protocol.headers import Header
 
 pytestmark = pytest.mark.cluster
 

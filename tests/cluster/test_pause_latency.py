@@ -15,9 +15,9 @@ from figures import percentile_ms
 from soak import size
 
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.transport.security import PeerKeys
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

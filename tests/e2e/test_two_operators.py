@@ -18,8 +18,8 @@ from soak import SOAK
 from localcluster import installation
 from localcluster.kubectl import Kubectl
 from localcluster.progress import Steps
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import StatusReply
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import StatusReply
 
 from .conftest import Platform, deploy
 

@@ -9,16 +9,16 @@ from pathlib import Path
 from pydantic import BaseModel, ValidationError
 
 from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, texts_of
+from megatron_runtime.protocol.messages import MalformedMessageError, decode
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.text_generation_server.errors import ApiError, from_validation
-from megatron_runtime.text_generation_server.json_limits import JsonLimitError, JsonScan, load_json
-from megatron_runtime.text_generation_server.sampling import form_of
-from megatron_runtime.text_generation_server.schema import ChatRequest, CompletionRequest
-from megatron_runtime.text_generation_server.schema.common import GenerationRequest
+from megatron_runtime.server.errors import ApiError, from_validation
+from megatron_runtime.server.json_limits import JsonLimitError, JsonScan, load_json
+from megatron_runtime.server.sampling import form_of
+from megatron_runtime.server.schema import ChatRequest, CompletionRequest
+from megatron_runtime.server.schema.common import GenerationRequest
 from megatron_runtime.tokenization.backend import backend_from_json
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
-from megatron_runtime.wire.messages import MalformedMessageError, decode
 from tests.fuzz.harness import Target
 from tests.fuzz.strategies import mutated, mutated_json
 

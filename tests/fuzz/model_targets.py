@@ -13,24 +13,24 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from megatron_runtime.loading.checkpoint import Checkpoint, UnsupportedModelError
-from megatron_runtime.loading.gguf import GGUFCheckpoint
-from megatron_runtime.loading.gguf_metadata import GGUFFormatError, read_gguf_metadata
-from megatron_runtime.loading.hub.api import HubError, Reference, parse_listing
-from megatron_runtime.loading.hub.fetch import choose
-from megatron_runtime.loading.inert_pickle import UnsafePickleError, read_pickle
-from megatron_runtime.loading.mapped import MappedFile
-from megatron_runtime.loading.model_files import ModelFile, ModelFileError
-from megatron_runtime.loading.safetensors import (
+from megatron_runtime.checkpoints.checkpoint import Checkpoint, UnsupportedModelError
+from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
+from megatron_runtime.checkpoints.hub.api import HubError, Reference, parse_listing
+from megatron_runtime.checkpoints.hub.fetch import choose
+from megatron_runtime.checkpoints.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.checkpoints.mapped import MappedFile
+from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
+from megatron_runtime.checkpoints.safetensors import (
     INDEX_FILE,
     SafetensorsCheckpoint,
     SafetensorsFormatError,
     read_config,
 )
-from megatron_runtime.loading.torch_dist import configuration, metadata
-from megatron_runtime.loading.torch_dist.archive import DamagedFileError, find_tensor
-from megatron_runtime.loading.torch_dist.arguments import config_json_of
-from megatron_runtime.loading.torch_dist.checkpoint import TorchDistCheckpoint
+from megatron_runtime.checkpoints.torch_dist import configuration, metadata
+from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError, find_tensor
+from megatron_runtime.checkpoints.torch_dist.arguments import config_json_of
+from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.tensors import tensor_shapes

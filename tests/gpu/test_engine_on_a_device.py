@@ -6,9 +6,9 @@ import pytest
 import torch
 from small_engine import GEMMA, MIXTURE, SMALL, answers, engine_on
 
+from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.device import Processor
 from megatron_runtime.config import KVCacheManagementMode
-from megatron_runtime.engines.device import Processor
-from megatron_runtime.gpu.device import CudaDevice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

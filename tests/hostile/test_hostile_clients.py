@@ -21,8 +21,8 @@ import zmq
 from eventually import LONG_SECONDS
 from soak import size
 
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import Hello
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import Hello
 
 from .stack import ENGINES, MODEL, STEP_SECONDS, Attack, Stack, Streams
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron_operator.cluster.kinds import SECRET
-from megatron_runtime.control_link import ControlLink
-from megatron_runtime.wire.messages import StatusReply
-from megatron_runtime.wire.security import KeyPair, PeerKeys
+from megatron_runtime.protocol.messages import StatusReply
+from megatron_runtime.transport.control_link import ControlLink
+from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 
 async def ask_coordinator(api: Any, namespace: str, port: int) -> StatusReply:

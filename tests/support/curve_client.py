@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from nacl import bindings as nacl
 from zmq.utils import z85
 
-from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.frames import COMMAND, MORE
+from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 
 @dataclass

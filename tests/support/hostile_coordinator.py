@@ -9,12 +9,12 @@ from pathlib import Path
 
 from hostile_frames import BOMBS
 
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import Hello, HelloAck, MalformedMessageError, Status, decode, pack
-from megatron_runtime.wire.states import CoordinatorState
-from megatron_runtime.wire.zmtp.connection import Connection, PeerId
-from megatron_runtime.wire.zmtp.handshake import NullHandshake
-from megatron_runtime.wire.zmtp.router import Router
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState
+from megatron_runtime.protocol.messages import Hello, HelloAck, MalformedMessageError, Status, decode, pack
+from megatron_runtime.transport.zmtp.connection import Connection, PeerId
+from megatron_runtime.transport.zmtp.handshake import NullHandshake
+from megatron_runtime.transport.zmtp.router import Router
 
 HIGHEST = (1 << 64) - 1
 _ENGINE = {"name": "demo-engine-0\x1b[2J\nnot a line", "state": "RUNNING", "digest": "\u202e" * 100}

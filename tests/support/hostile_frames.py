@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import (
     Abort,
     Control,
     Disconnect,
@@ -19,7 +19,7 @@ from megatron_runtime.wire.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.wire.vectors import VECTORS
+from megatron_runtime.protocol.vectors import VECTORS
 
 
 class HostileFrames:

@@ -25,11 +25,11 @@ from megatron_operator.render.context import (
     LABEL_POD_INDEX,
     LABEL_REVISION,
 )
-from megatron_runtime.control_link import ControlLink
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import Final, StatusReply, pack, tokens_to_bytes
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import Final, StatusReply, pack, tokens_to_bytes
+from megatron_runtime.transport.control_link import ControlLink
 
 LOOK_SECONDS = 0.2
 AT_ONCE = 16

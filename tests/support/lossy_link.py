@@ -16,8 +16,8 @@ from small_operator import CanaryReport
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.states import LEGAL_SIGNALS, SignalKind
 from megatron_operator.plan.world import AskCanary, Signal
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.messages import (
     Control,
     ControlAck,
     ControlMessage,

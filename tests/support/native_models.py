@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_runtime.engines.executor import StepPlan
-from megatron_runtime.engines.step_layout import lay_out
-from megatron_runtime.layers.linear import DenseLinears, LinearFactory
-from megatron_runtime.layers.native.linear import NativeLinears
+from megatron_runtime.backends.native.executor import StepPlan
+from megatron_runtime.backends.native.step_layout import lay_out
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights, build_decoder
+from megatron_runtime.models.layers.compiled_linear import NativeLinears
+from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
 from megatron_runtime.models.native_decoder import NativeDecoder
 
 PAGE = 16

@@ -16,9 +16,9 @@ from kubernetes.aio.watch import Watch
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.kinds import POD
-from megatron_runtime.wire.event_socket import EventSocket
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
     Control,
     ControlAck,
     ControlMessage,
@@ -30,7 +30,7 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+from megatron_runtime.transport.event_socket import EventSocket
 
 LOOK_SECONDS = 0.5
 AT_ONCE = 16

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 
-from megatron_runtime.loading.checkpoint import TensorKind, open_checkpoint
-from megatron_runtime.loading.convert import write_text_files
-from megatron_runtime.loading.in_memory import TensorsInMemory
-from megatron_runtime.loading.safetensors_writer import write_safetensors
-from megatron_runtime.loading.source import resolve
+from megatron_runtime.checkpoints.checkpoint import TensorKind, open_checkpoint
+from megatron_runtime.checkpoints.convert import write_text_files
+from megatron_runtime.checkpoints.in_memory import TensorsInMemory
+from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
 from megatron_runtime.models.families import FAMILIES, config_to_hf
 from megatron_runtime.models.tensors import tensor_shapes

@@ -23,24 +23,24 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_runtime.backends.native.cuda import inference_wrapper
+from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput
+from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.executor import Executor
+from megatron_runtime.backends.native.rank_process import end_with
+from megatron_runtime.backends.native.rank_start import follow, lead
+from megatron_runtime.backends.native.ranked_executor import RankedExecutor
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines import termination
+from megatron_runtime.distributed.errors import RankError
+from megatron_runtime.distributed.groups import Groups
+from megatron_runtime.distributed.identity import rank_identity
+from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.engine import termination
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.executor import Executor
-from megatron_runtime.engines.rank_process import end_with
-from megatron_runtime.engines.rank_start import follow, lead
-from megatron_runtime.engines.ranked_executor import RankedExecutor
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.gpu import inference_wrapper
-from megatron_runtime.gpu.decode_graphs import DecodeGraphs, StepOutput
-from megatron_runtime.gpu.device import CudaDevice
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.parallel.errors import RankError
-from megatron_runtime.parallel.groups import Groups
-from megatron_runtime.parallel.identity import rank_identity
-from megatron_runtime.parallel.shard import ParallelSizes
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 KV_CACHE_MEMORY = 4 << 20

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import PeerKeys
+from megatron_runtime.transport.security import PeerKeys
 
 
 async def main(port: int, keys_dir: Path, streams: int, tokens: int) -> None:

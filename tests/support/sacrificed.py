@@ -5,7 +5,7 @@ import os
 import time
 from collections.abc import Callable
 
-from megatron_runtime.sacrificial_process import serve
+from megatron_runtime.process.sacrificial_process import serve
 
 
 def prepare(setup: bytes) -> Callable[[bytes], bytes]:

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.engines.echo_executor import echo_token
-from megatron_runtime.wire.event_socket import EventSocket
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.backends.echo.echo_executor import echo_token
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
+from megatron_runtime.protocol.messages import (
     Abort,
     Control,
     ControlAck,
@@ -34,8 +34,8 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.states import TRANSITIONS, EngineState
+from megatron_runtime.transport.event_socket import EventSocket
+from megatron_runtime.transport.security import PeerKeys
 
 VOCABULARY = 50_000
 

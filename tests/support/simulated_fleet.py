@@ -12,12 +12,13 @@ from typing import Any
 
 from simulated_clock import SimulatedClock
 
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.data_parallel_inference_coordinator.transport import SHARED_PORT, Sent
-from megatron_runtime.engines.echo_executor import echo_answer, echo_token
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.backends.echo.echo_executor import echo_answer, echo_token
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.transport import SHARED_PORT, Sent
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
+from megatron_runtime.protocol.messages import (
     ENGINE_FAILED,
     Abort,
     Control,
@@ -39,7 +40,6 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.states import TRANSITIONS, EngineState
 
 POISON = 666
 VOCABULARY = 50_000

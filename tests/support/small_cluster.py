@@ -57,7 +57,7 @@ from megatron_operator.plan.world import (
 )
 from megatron_operator.render.context import ANNOTATION_SERVER_KEY, RenderContext
 from megatron_operator.render.keys import keys_secret
-from megatron_runtime.wire.security import KeyPair
+from megatron_runtime.transport.security import KeyPair
 
 START = datetime(2026, 1, 1, tzinfo=UTC)
 OWNER_UID = "owner-uid"

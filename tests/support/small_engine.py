@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
+from megatron_runtime.backends.native.device import Device
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engines.device import Device
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.source import ModelInMemory
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController

@@ -25,8 +25,8 @@ from eventually import LONG_SECONDS
 
 TORCH = (
     "megatron_runtime.apis",
-    "megatron_runtime.engines.worker",
-    "megatron_runtime.engines.torch_executor",
+    "megatron_runtime.engine.worker",
+    "megatron_runtime.backends.native.torch_executor",
     "rank_program",
     "pytest",  # every process looks into the main module of the one that asks for it
 )
@@ -34,9 +34,9 @@ TORCH = (
 
 PLATFORM = (
     "megatron_operator.controller.main",
-    "megatron_runtime.data_parallel_inference_coordinator.main",
-    "megatron_runtime.engines.worker",
-    "megatron_runtime.engines.echo_executor",
+    "megatron_runtime.coordinator.main",
+    "megatron_runtime.engine.worker",
+    "megatron_runtime.backends.echo.echo_executor",
     "pytest",
 )
 """What an operator, a coordinator and an echo engine import: no torch."""

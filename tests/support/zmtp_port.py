@@ -11,14 +11,14 @@ import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
 
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import Gatekeeper, PeerKeys, ServerKeys, generate_key_files
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.connection import PeerId
-from megatron_runtime.wire.zmtp.curve import CurveHandshake, CurveServer
-from megatron_runtime.wire.zmtp.frames import COMMAND
-from megatron_runtime.wire.zmtp.handshake import NullHandshake
-from megatron_runtime.wire.zmtp.router import Router
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.transport.security import Gatekeeper, PeerKeys, ServerKeys, generate_key_files
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.connection import PeerId
+from megatron_runtime.transport.zmtp.curve import CurveHandshake, CurveServer
+from megatron_runtime.transport.zmtp.frames import COMMAND
+from megatron_runtime.transport.zmtp.handshake import NullHandshake
+from megatron_runtime.transport.zmtp.router import Router
 
 LIMIT = 1 << 20
 READY = frames.frame(COMMAND, frames.command(b"READY", frames.properties([(b"Socket-Type", b"DEALER")])))

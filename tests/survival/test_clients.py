@@ -13,10 +13,10 @@ from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
 from soak import repeated
 
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import Final, Heartbeat, Hello, Partial, RequestMeta, Submit, decode, pack
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import Final, Heartbeat, Hello, Partial, RequestMeta, Submit, decode, pack
 
 ENGINE_OPTIONS = ("--max-requests", "400", "--echo-step-seconds", "0.01", "--kv-cache-memory", "16Mi")
 

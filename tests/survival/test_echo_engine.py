@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.control_link import ControlLink, ControlRefusedError
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.engines.faults import (
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.faults import (
     CrashOnToken,
     DropHeartbeats,
     FailStep,
@@ -24,12 +24,12 @@ from megatron_runtime.engines.faults import (
     StallVerb,
     parse_faults,
 )
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.parallel.errors import RankLostError
+from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
 
 TIMING = Timing(heartbeat=0.05, suspect=0.5, dead=1.0, client_dead=5.0, recovery=0.0)
 

@@ -13,10 +13,10 @@ from fleet import Fleet, Load, until_serving, until_status
 from hostile_frames import HostileFrames, control_frames
 from soak import FIRST_SEED, part, size
 
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.wire.headers import SIGNALS, Role
-from megatron_runtime.wire.messages import Hello, StatusReply
-from megatron_runtime.wire.security import KeyPair, PeerKeys
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.protocol.headers import SIGNALS, Role
+from megatron_runtime.protocol.messages import Hello, StatusReply
+from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 BURST = 1000
 BURSTS = part(range(size(10, soak=1000)))

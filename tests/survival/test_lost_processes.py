@@ -9,7 +9,7 @@ import pytest
 from fleet import Fleet, Load, until_serving
 from soak import repeated, size
 
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
 
 STREAMS = size(1000, soak=1000)
 CLIENTS = 4

@@ -10,7 +10,7 @@ import pytest
 from fleet import Fleet, Load, until_serving
 from soak import size
 
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.inference_client import EngineFailedError
 from megatron_runtime.sampling_params import SamplingParams
 

@@ -10,19 +10,19 @@ from fault_proxy import FaultProxy
 from fleet import until_status
 from soak import FIRST_SEED, size
 
-from megatron_runtime.control_link import ControlLink, ControlRefusedError
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.simulated_ranks import SimulatedRanks
-from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.simulated_ranks import SimulatedRanks
+from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import TRANSITIONS
+from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import Control, ControlAck, StatusReply
-from megatron_runtime.wire.states import TRANSITIONS
+from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
 
 RUNS = size(50, soak=1000)
 AT_ONCE = 8

@@ -29,7 +29,7 @@ from megatron_operator.render.keys import (
     next_files,
     stage_annotations,
 )
-from megatron_runtime.wire.security import KeyPair, PeerKeys, generate_key_files
+from megatron_runtime.transport.security import KeyPair, PeerKeys, generate_key_files
 
 logger = logging.getLogger(__name__)
 

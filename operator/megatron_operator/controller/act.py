@@ -38,7 +38,7 @@ from megatron_operator.plan.world import (
 )
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
-from megatron_runtime.wire.security import KeyPair
+from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from megatron_operator.controller.task import Parts, ResourceTask
 from megatron_operator.link.address import AddressTemplateError, Resolver, service_address, template_resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.plan.decide import decide
-from megatron_runtime.wire.security import KeyPair
+from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 

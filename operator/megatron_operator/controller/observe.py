@@ -30,7 +30,7 @@ from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Refusal, ResourceView, World
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
-from megatron_runtime.wire.security import KeyPair
+from megatron_runtime.transport.security import KeyPair
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from megatron_operator.render.context import PORT_ADMIN
-from megatron_runtime.wire.zmtp.dealer import AddressError, parse_address
+from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]
 """(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None while there is none."""

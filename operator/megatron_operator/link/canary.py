@@ -13,8 +13,8 @@ import numpy as np
 
 from megatron_operator.link.snapshot import printable
 from megatron_operator.plan.world import AskCanary, CanaryReport
-from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import Error, Final, MalformedMessageError, RequestMeta, Submit, pack, unpack
 
 logger = logging.getLogger(__name__)
 

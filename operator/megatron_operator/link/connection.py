@@ -19,9 +19,9 @@ from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
 from megatron_operator.link.signals import SignalBook
 from megatron_operator.link.snapshot import printable, snapshot_of, without_traffic
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
-from megatron_runtime.wire import limits
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import (
     Control,
     ControlAck,
     ControlMessage,
@@ -36,8 +36,8 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.zmtp.dealer import Dealer
+from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp.dealer import Dealer
 
 logger = logging.getLogger(__name__)
 

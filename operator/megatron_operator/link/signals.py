@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megatron_operator.link.snapshot import refusal_of
 from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import OperationReport
-from megatron_runtime.wire.messages import ControlAck
+from megatron_runtime.protocol.messages import ControlAck
 
 REMEMBERED_REFUSALS = 16
 

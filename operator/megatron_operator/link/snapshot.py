@@ -19,9 +19,9 @@ from megatron_operator.plan.world import (
     KeysInUse,
     OperationReport,
 )
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import ControlAck, FailedRequest, Operation, StatusReply
-from megatron_runtime.wire.text import printable as escaped
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.messages import ControlAck, FailedRequest, Operation, StatusReply
+from megatron_runtime.protocol.text import printable as escaped
 
 NAME_CHARACTERS = 128
 MESSAGE_CHARACTERS = 1024

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS as PROTOCOL_LEGAL_SIGNALS
+from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState, EngineState
 
 __all__ = [
     "LEGAL_SIGNALS",
@@ -63,16 +64,6 @@ class SignalKind(StrEnum):
     UPDATE_WEIGHTS = "UPDATE_WEIGHTS"
 
 
-def _legal_in(kind: SignalKind) -> frozenset[CoordinatorState]:
-    """Where a signal may be said: the wire's own table, and what moves no state."""
-    if kind is SignalKind.DRAIN:
-        return frozenset({CoordinatorState.RUNNING})
-    if kind is SignalKind.UPDATE_WEIGHTS:
-        return frozenset({CoordinatorState.RUNNING, CoordinatorState.PAUSED})
-    transition = TRANSITIONS[Header[kind]]
-    return transition.legal_from | transition.idempotent_in
-
-
 class LifecyclePhase(StrEnum):
     """`status.lifecycle.phase`: how far one operation has come."""
 
@@ -101,7 +92,8 @@ class OperationOutcome(StrEnum):
 
 
 LEGAL_SIGNALS: dict[CoordinatorState, frozenset[SignalKind]] = {
-    state: frozenset(kind for kind in SignalKind if state in _legal_in(kind)) for state in CoordinatorState
+    state: frozenset(kind for kind in SignalKind if state in PROTOCOL_LEGAL_SIGNALS[Header[kind]])
+    for state in CoordinatorState
 }
 """Signals a coordinator in each state accepts. PAUSE in PAUSED and SUSPENDED succeeds and changes nothing."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_runtime.wire.text import printable
+from megatron_runtime.protocol.text import printable
 
 __all__ = ["printable", "printable_data"]
 

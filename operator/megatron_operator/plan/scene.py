@@ -20,11 +20,11 @@ from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.operation import Operation
 from megatron_operator.plan.rendered import APPS, Rendered
 from megatron_operator.plan.rollout import Canary
-from megatron_operator.plan.verbs import AGREEING
 from megatron_operator.plan.world import ChildRef, EngineReport, World
 from megatron_operator.render.context import ENGINE, RenderContext
 from megatron_operator.render.engine import engine_revision
 from megatron_operator.render.model_source import model_hash
+from megatron_runtime.protocol.lifecycle import STEADY_ENGINE_STATES
 
 UNREACHABLE_GRACE_SECONDS = 30
 STUCK_GRACE_SECONDS = 120
@@ -307,9 +307,9 @@ class Scene:
     def steady(self) -> CoordinatorState | None:
         """The coordinator's state if it is steady and every serving engine agrees, else None."""
         coordinator = self.world.coordinator
-        if not coordinator.reachable or coordinator.state not in AGREEING:
+        if not coordinator.reachable or coordinator.state not in STEADY_ENGINE_STATES:
             return None
-        agreeing = AGREEING[coordinator.state]
+        agreeing = STEADY_ENGINE_STATES[coordinator.state]
         reports = (report for report in coordinator.engines if report.serving)
         return coordinator.state if all(report.state in agreeing for report in reports) else None
 

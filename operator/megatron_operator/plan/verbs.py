@@ -14,31 +14,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron_operator.model.states import CoordinatorState, DesiredState, EngineState, SignalKind
+from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATES
 
 C, D, S = CoordinatorState, DesiredState, SignalKind
 
-PATH: dict[tuple[CoordinatorState, DesiredState], SignalKind | None] = {
-    (C.RUNNING, D.RUNNING): None,
-    (C.RUNNING, D.PAUSED): S.PAUSE,
-    (C.RUNNING, D.SUSPENDED): S.PAUSE,
-    (C.RUNNING, D.STOPPED): S.PAUSE,
-    (C.PAUSED, D.RUNNING): S.UNPAUSE,
-    (C.PAUSED, D.PAUSED): None,
-    (C.PAUSED, D.SUSPENDED): S.SUSPEND,
-    (C.PAUSED, D.STOPPED): S.STOP,
-    (C.SUSPENDED, D.RUNNING): S.RESUME,
-    (C.SUSPENDED, D.PAUSED): S.RESUME,
-    (C.SUSPENDED, D.SUSPENDED): None,
-    (C.SUSPENDED, D.STOPPED): S.STOP,
+GOAL: dict[DesiredState, CoordinatorState] = {
+    D.RUNNING: C.RUNNING,
+    D.PAUSED: C.PAUSED,
+    D.SUSPENDED: C.SUSPENDED,
+    D.STOPPED: C.STOPPING,
 }
-"""The next signal from each steady state; None: the goal is reached. `next_step` puts a DRAIN before a STOP."""
-
-AGREEING: dict[CoordinatorState, frozenset[EngineState]] = {
-    C.RUNNING: frozenset({EngineState.RUNNING}),
-    C.PAUSED: frozenset({EngineState.PAUSED, EngineState.RESUMED}),
-    C.SUSPENDED: frozenset({EngineState.SUSPENDED}),
-}
-"""Engine states that are steady under each steady coordinator state. RESUME lands in PAUSED by way of RESUMED."""
+"""The coordinator state that each desired state stands for in the protocol's NEXT_SIGNAL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,18 +70,18 @@ def next_step(
     """
     if desired is D.STOPPED and stopped:
         return Reached()
-    if coordinator not in AGREEING:
+    if coordinator not in STEADY_ENGINE_STATES:
         return Wait(f"the coordinator, which is {coordinator.value}, to settle")
     for name, state in engines:
-        if state not in AGREEING[coordinator]:
+        if state not in STEADY_ENGINE_STATES[coordinator]:
             return Wait(f"engine {name}, which is {state.value}, to follow its coordinator to {coordinator.value}")
     if coordinator is C.RUNNING and desired is D.RUNNING and all_draining:
         return Send(S.PAUSE)
     if coordinator is C.RUNNING and desired is D.STOPPED and not drained and engines:
         return Send(S.DRAIN)
-    signal = PATH[coordinator, desired]
+    signal = NEXT_SIGNAL.get((coordinator, GOAL[desired]))
     if signal is None:
         return Reached()
     if coordinator is C.RUNNING and desired is not D.STOPPED and not engines and engines_expected:
         return Wait("the first engine to register")
-    return Send(signal)
+    return Send(S[signal.name])

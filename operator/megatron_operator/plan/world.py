@@ -21,7 +21,7 @@ from typing import Any
 from megatron_operator.model.resource import MegatronInferenceSpec
 from megatron_operator.model.settings import Settings
 from megatron_operator.model.states import CoordinatorState, EngineState, KeyStage, OperationOutcome, SignalKind
-from megatron_runtime.wire.limits import MAX_FENCE
+from megatron_runtime.protocol.limits import MAX_FENCE
 
 MAX_FENCE_JUMP = 1_000_000
 """A fence that a coordinator reports is followed so far above this leader's: leaders of an earlier Lease sent it."""

@@ -21,19 +21,19 @@ from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, eng
 from megatron_runtime.apis._prompts import Prompt, normalize_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.contexts.dynamic_context import DynamicInferenceContext
-from megatron_runtime.control_link import ControlRefusedError
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_runtime.peer_link import CoordinatorUnreachableError
+from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
+from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.answer import answered_request
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
-from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron_runtime.text_generation_server.settings import default_model_name
-from megatron_runtime.wire.states import EngineState
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.server.settings import default_model_name
+from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 __all__ = ["_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.loading.source import ModelSource, resolve
+from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Of the memory that is free, for the KV cache of an engine whose configuration nobody gave."""
@@ -48,7 +48,7 @@ def engine_of_model(
 
     Raises UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be taken over.
     """
-    from megatron_runtime.loading.in_memory import model_in_memory
+    from megatron_runtime.checkpoints.in_memory import model_in_memory
 
     return _engine(model_in_memory(model), take_over_tokenizer(tokenizer), config, options)
 
@@ -61,9 +61,9 @@ def _engine(
 ) -> DynamicInferenceEngine:
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from megatron_runtime.engines.device import select_device
-    from megatron_runtime.engines.torch_executor import TorchExecutor
-    from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
+    from megatron_runtime.backends.native.device import select_device
+    from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+    from megatron_runtime.backends.native.torch_executor import TorchExecutor
 
     executor = TorchExecutor(
         source,

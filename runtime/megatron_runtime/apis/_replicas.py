@@ -9,7 +9,7 @@ import subprocess
 import sys
 
 from megatron_runtime.cli.process import PARENT_VARIABLE
-from megatron_runtime.text_generation_server.settings import ServerSettings
+from megatron_runtime.server.settings import ServerSettings
 
 GRACE_SECONDS = 10.0
 

@@ -12,7 +12,7 @@ from megatron_runtime.apis._prompts import Prompt, Prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class MegatronAsyncLLM(_MegatronLLMBase):

@@ -35,7 +35,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     """
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
-    from megatron_runtime.loading.convert import DTYPES, convert
+    from megatron_runtime.checkpoints.convert import DTYPES, convert
 
     columns = (
         TextColumn("{task.description}"),

@@ -44,7 +44,7 @@ from megatron_runtime.cli.options import (
 @readable_errors
 def command(*, keys_dir: Path | None, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
-    from megatron_runtime.data_parallel_inference_coordinator.main import run
-    from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy
+    from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
+    from megatron_runtime.coordinator.main import run
 
     run(CoordinatorSettings(keys_dir=keys_dir, routing_policy=RoutingPolicy(routing_policy), **options))

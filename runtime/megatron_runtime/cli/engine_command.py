@@ -11,7 +11,7 @@ import click
 from megatron_runtime.cli.options import DIRECTORY, Address, Memory, OptionalPort, log_level, readable_errors
 
 if TYPE_CHECKING:
-    from megatron_runtime.engines.settings import EngineSettings
+    from megatron_runtime.engine.settings import EngineSettings
 
 
 @click.command()
@@ -154,13 +154,13 @@ def command(
     An engine of several ranks is started once on each of its machines, with NNODES, NODE_RANK, NPROC_PER_NODE,
     MASTER_ADDR and MASTER_PORT where there are several, or by torchrun.
     """
-    from megatron_runtime.engines.settings import EngineSettings
-    from megatron_runtime.parallel.shard import ParallelSizes
+    from megatron_runtime.distributed.shard import ParallelSizes
+    from megatron_runtime.engine.settings import EngineSettings
 
     sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
     settings = EngineSettings(keys_dir=keys_dir, parallel=sizes, **options)
     if sizes.world == 1:
-        from megatron_runtime.engines import worker
+        from megatron_runtime.engine import worker
 
         worker.run(settings)
     else:
@@ -169,11 +169,11 @@ def command(
 
 def _run_ranks(settings: EngineSettings) -> None:
     """Be one rank of several, or start those of this machine."""
-    from megatron_runtime.engines import worker
-    from megatron_runtime.engines.build import run_other_rank
-    from megatron_runtime.engines.rank_process import end_with
-    from megatron_runtime.parallel.errors import RankError
-    from megatron_runtime.parallel.identity import node_identity, rank_identity
+    from megatron_runtime.backends.native.rank_process import end_with
+    from megatron_runtime.distributed.errors import RankError
+    from megatron_runtime.distributed.identity import node_identity, rank_identity
+    from megatron_runtime.engine import worker
+    from megatron_runtime.engine.build import run_other_rank
 
     identity = rank_identity(settings.parallel)
     if identity is None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import click
 
-from megatron_runtime.wire.text import printable
+from megatron_runtime.protocol.text import printable
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -69,7 +69,7 @@ class ApiKeysFile(click.ParamType[Path]):
     name = "file"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Path:
-        from megatron_runtime.text_generation_server.auth import NoKeysError, read_keys
+        from megatron_runtime.server.auth import NoKeysError, read_keys
 
         path = Path(value)
         try:

@@ -22,8 +22,8 @@ from megatron_runtime.cli.options import log_level, readable_errors
 @readable_errors
 def command(*, template: str, node: int, nodes: int, port: int, timeout_seconds: float, listen: str) -> None:
     """See whether every two pods of an engine can talk, before its ranks load anything (init container)."""
-    from megatron_runtime.engines.termination import write_termination_message
-    from megatron_runtime.preflight import PreflightError, PreflightPlan, preflight
+    from megatron_runtime.distributed.preflight import PreflightError, PreflightPlan, preflight
+    from megatron_runtime.engine.termination import write_termination_message
 
     names = tuple(template.replace("{node}", str(number)) for number in range(nodes))
     plan = PreflightPlan(node=node, names=names, port=port, timeout_seconds=timeout_seconds, listen=listen)

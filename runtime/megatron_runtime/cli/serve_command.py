@@ -24,7 +24,7 @@ from megatron_runtime.cli.options import (
     share_prefix_cache,
     tool_call_parser,
 )
-from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -129,7 +129,7 @@ def command(**options: Any) -> None:
 
 async def _serve(options: ServeOptions) -> None:
     from megatron_runtime.cli.supervisor import Supervisor
-    from megatron_runtime.text_generation_server.listener import listen
+    from megatron_runtime.server.listener import listen
 
     started = time.monotonic()
     stop = asyncio.Event()
@@ -215,7 +215,7 @@ async def _until_ready(options: ServeOptions, *, url: str, coordinator: str, say
     """Wait until every engine serves and the server reaches the coordinator; name each as it gets there."""
     import httpx
 
-    from megatron_runtime.inference_client import InferenceClient
+    from megatron_runtime.client.inference_client import InferenceClient
 
     client = InferenceClient(coordinator, deserialize=False)
     await client.start(connect_timeout_seconds=_CONNECT_SECONDS)

@@ -8,9 +8,9 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.layers.batch_invariant import BatchInvariantAttention, by_rows
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
+from megatron_runtime.models.layers.batch_invariant import BatchInvariantAttention, by_rows
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,

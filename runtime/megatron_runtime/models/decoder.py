@@ -12,14 +12,14 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.layers.embedding import Embedding
-from megatron_runtime.layers.linear import Linear
-from megatron_runtime.layers.paged_attention import AttentionBatch, PagedAttention
-from megatron_runtime.layers.rotary import Rotation, inverse_frequencies, rotation
+from megatron_runtime.distributed.collectives import Collectives, OneRank
+from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.layers.embedding import Embedding
+from megatron_runtime.models.layers.linear import Linear
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, PagedAttention
+from megatron_runtime.models.layers.rotary import Rotation, inverse_frequencies, rotation
 from megatron_runtime.models.mixture import ExpertWeights, mix
-from megatron_runtime.parallel.collectives import Collectives, OneRank
-from megatron_runtime.parallel.shard import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

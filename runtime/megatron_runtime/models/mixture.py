@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from megatron_runtime.layers.linear import Linear
 from megatron_runtime.models.config import MoEConfig
+from megatron_runtime.models.layers.linear import Linear
 
 if TYPE_CHECKING:
     from megatron_runtime.models.decoder import FeedForward

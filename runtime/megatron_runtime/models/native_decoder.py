@@ -9,17 +9,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_runtime.layers.native.linear import NativeLinear
-from megatron_runtime.layers.native.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
-from megatron_runtime.layers.native.sizes import PHASES_PER_LAYER, UNIT, least_scratch
-from megatron_runtime.layers.native.step_buffers import Buffers
-from megatron_runtime.layers.native.team import shared_team
-from megatron_runtime.layers.native.tuning import tuning
+from megatron_kernels.cpu.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
+from megatron_kernels.cpu.sizes import PHASES_PER_LAYER, UNIT, least_scratch
+from megatron_kernels.cpu.step_buffers import Buffers
+from megatron_kernels.cpu.team import shared_team
+from megatron_kernels.cpu.tuning import tuning
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
+from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
 if TYPE_CHECKING:
-    from megatron_runtime.engines.executor import StepPlan
+    from megatron_runtime.backends.native.executor import StepPlan
 
 Float32 = npt.NDArray[np.float32]
 _WORDS = {name: number for number, name in enumerate(STEP.names or ())}

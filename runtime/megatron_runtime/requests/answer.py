@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.record import DynamicInferenceRequestRecord
-from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 
 class TextOfTokens(Protocol):

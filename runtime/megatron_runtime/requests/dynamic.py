@@ -7,11 +7,11 @@ import uuid
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from megatron_runtime.hashing import HashForm, block_hashes
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.requests.hashing import HashForm, block_hashes
 from megatron_runtime.requests.request import InferenceRequest
+from megatron_runtime.requests.sampling_params import IGNORE_EOS
 from megatron_runtime.requests.values import as_list, is_tensor, load_torch, pack_value
-from megatron_runtime.sampling_params import IGNORE_EOS
 
 if TYPE_CHECKING:
     import torch

@@ -7,8 +7,8 @@ from dataclasses import dataclass, fields
 from enum import Enum
 from typing import Any, Self
 
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.requests.values import pack_value, unpack_value
-from megatron_runtime.sampling_params import SamplingParams
 
 
 class Status(Enum):

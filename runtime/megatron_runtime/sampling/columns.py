@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.batch import (
     NO_LOG_PROBS,
     Float32,
@@ -17,7 +18,6 @@ from megatron_runtime.sampling.batch import (
     Penalties,
     SamplingBatch,
 )
-from megatron_runtime.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState

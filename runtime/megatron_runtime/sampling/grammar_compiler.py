@@ -18,8 +18,8 @@ from typing import Any
 
 import llguidance
 
-from megatron_runtime.sacrificial_process import SacrificialProcess, serve
-from megatron_runtime.wire import codec
+from megatron_runtime.process.sacrificial_process import SacrificialProcess, serve
+from megatron_runtime.protocol import codec
 
 _LIMITS = {
     "initial_lexer_fuel": 100_000,

@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megatron_runtime.sampling_params import InvalidSamplingParamsError
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 
 MAX_GRAMMAR_BYTES = 64 * 1024
 """Longest description of a structure, as JSON or text."""

@@ -23,7 +23,8 @@ import llguidance
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.sacrificial_process import ProcessLostError
+from megatron_runtime.process.sacrificial_process import ProcessLostError
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError
 from megatron_runtime.sampling.grammar_compiler import (
     InvalidGrammarError,
     VocabularyTable,
@@ -32,7 +33,6 @@ from megatron_runtime.sampling.grammar_compiler import (
     try_grammar,
 )
 from megatron_runtime.sampling.grammar_limits import check_structure
-from megatron_runtime.sampling_params import InvalidSamplingParamsError
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01

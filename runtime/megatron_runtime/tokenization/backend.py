@@ -12,7 +12,7 @@ from contextlib import contextmanager
 
 import tokenizers
 
-from megatron_runtime.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 
 TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
 """Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""

@@ -18,7 +18,7 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megatron_runtime.sacrificial_process import serve
+from megatron_runtime.process.sacrificial_process import serve
 
 MAX_RENDERED_CHARACTERS = 8 * 1024 * 1024
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from megatron_runtime.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 
 logger = logging.getLogger(__name__)
 

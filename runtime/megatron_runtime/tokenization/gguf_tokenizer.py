@@ -9,7 +9,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
-from megatron_runtime.loading.gguf_metadata import read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
 from megatron_runtime.tokenization.backend import contained
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.sentencepiece import sentencepiece_backend

@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from megatron_runtime.loading.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
+from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
 from megatron_runtime.tokenization.backend import backend_from_json
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.tokenizer import Tokenizer

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import tokenizers
 
-from megatron_runtime.sacrificial_process import serve
+from megatron_runtime.process.sacrificial_process import serve
 from megatron_runtime.tokenization.backend import TokenizerBackendError, contained, load
 
 MAX_GROWTH, MAX_GROWTH_CHARACTERS = 64, 4096

@@ -10,8 +10,8 @@ import pytest
 from random_checkpoint import LLAMA, random_model, random_tensors, write_model
 
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM
+from megatron_runtime.checkpoints.in_memory import TensorsInMemory
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.loading.in_memory import TensorsInMemory
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer

@@ -13,16 +13,16 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
-from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorStartError, spawn_coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.spawn import CoordinatorStartError, spawn_coordinator
 from megatron_runtime.inference_client import InferenceClient
 
 LOOPBACK = CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True)
 
 PARENT = """
     import os, sys, time
-    from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
-    from megatron_runtime.data_parallel_inference_coordinator.spawn import spawn_coordinator
+    from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+    from megatron_runtime.coordinator.spawn import spawn_coordinator
 
     spawned = spawn_coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True))
     if os.fork() == 0:

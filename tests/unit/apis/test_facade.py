@@ -11,13 +11,13 @@ from eventually import LONG_SECONDS
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase
 from megatron_runtime.apis._pipeline import default_config
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.control_link import ControlRefusedError
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.wire.states import EngineState
+from megatron_runtime.transport.control_link import ControlRefusedError
 
 PROMPT = "The capital of France is"
 
@@ -268,7 +268,7 @@ class TestCoordinatorMode:
 
     def test_a_coordinator_that_died_does_not_keep_shutdown_waiting(self, make, monkeypatch) -> None:
         monkeypatch.setattr("megatron_runtime.apis._llm_base.FAREWELL_SECONDS", 0.2)
-        monkeypatch.setattr("megatron_runtime.control_link.ANSWER_MARGIN_SECONDS", 0.2)
+        monkeypatch.setattr("megatron_runtime.transport.control_link.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
         llm.shutdown()

@@ -16,8 +16,8 @@ PROGRAM = """
     import signal, sys
     from megatron_runtime.apis import MegatronLLM, ServeConfig
     from megatron_runtime.config import InferenceConfig
-    from megatron_runtime.loading.checkpoint import open_checkpoint
-    from megatron_runtime.loading.source import resolve
+    from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+    from megatron_runtime.checkpoints.source import resolve
     from megatron_runtime.sampling_params import SamplingParams
 
     model = open_checkpoint(resolve(sys.argv[1]))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
+from megatron_runtime.checkpoints.export import export_hf
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.export import export_hf
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 

@@ -12,8 +12,8 @@ RANK = """
     import torch
     from megatron_runtime.apis import MegatronLLM, ServeConfig
     from megatron_runtime.config import InferenceConfig
-    from megatron_runtime.loading.checkpoint import open_checkpoint
-    from megatron_runtime.loading.source import resolve
+    from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+    from megatron_runtime.checkpoints.source import resolve
     from megatron_runtime.sampling_params import SamplingParams
 
     if __name__ == "__main__":

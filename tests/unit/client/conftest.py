@@ -6,10 +6,10 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
 
 
 class Pool:

@@ -9,7 +9,8 @@ import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
 
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.client.rejection import rejection
 from megatron_runtime.inference_client import (
     ControlRefusedError,
     CoordinatorUnreachableError,
@@ -24,11 +25,10 @@ from megatron_runtime.inference_client import (
     RequestTooLargeError,
     UnavailableError,
 )
-from megatron_runtime.requests.rejection import rejection
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.messages import Abort, Error, Final, Partial, PartialEntry, decode, pack, tokens_to_bytes
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import Abort, Error, Final, Partial, PartialEntry, decode, pack, tokens_to_bytes
-from megatron_runtime.wire.states import EngineState
 
 PROMPT = [1, 2, 3]
 
@@ -365,7 +365,7 @@ async def test_one_params_object_may_be_shared_and_changed_later(client, params)
 async def test_a_loop_that_stood_still_does_not_take_its_own_silence_for_the_coordinators(
     pool, client, monkeypatch
 ) -> None:
-    monkeypatch.setattr("megatron_runtime.peer_link.SILENCE_SECONDS", 1.0)
+    monkeypatch.setattr("megatron_runtime.transport.peer_link.SILENCE_SECONDS", 1.0)
     link = client._link
     connection = link._incarnation
     for _ in range(2):

@@ -11,12 +11,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.engines.engine_request import RequestOutput
-from megatron_runtime.engines.output_stage import OutputStage
+from megatron_runtime.engine.engine_request import RequestOutput
+from megatron_runtime.engine.output_stage import OutputStage
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.messages import (
+    Dispatch,
+    Final,
+    Partial,
+    PartialEntry,
+    Submit,
+    decode,
+    pack,
+    tokens_to_bytes,
+)
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer
-from megatron_runtime.wire.messages import Dispatch, Final, Partial, PartialEntry, Submit, decode, pack, tokens_to_bytes
 
 ALPHABET = "abé€🙂"
 TEXTS = st.text(ALPHABET, max_size=24)

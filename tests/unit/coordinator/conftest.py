@@ -11,12 +11,12 @@ import pytest
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.control_link import ControlLink
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
+from megatron_runtime.transport.control_link import ControlLink
 
 PATIENT = Timing(heartbeat=0.05, suspect=30.0, dead=60.0, client_dead=60.0, recovery=0.0, slow_client=60.0)
 """Silence says nothing: on a loaded machine ZeroMQ's thread may be late by seconds. Who tests silence says how long."""

@@ -11,16 +11,16 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.control_link import ControlLink
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.metrics import CoordinatorMetrics
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import Hello
-from megatron_runtime.wire.security import PeerKeys, generate_key_files
-from megatron_runtime.wire.vectors import VECTORS
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import Hello
+from megatron_runtime.protocol.vectors import VECTORS
+from megatron_runtime.transport.control_link import ControlLink
+from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 
 @pytest.fixture

@@ -11,16 +11,16 @@ import zmq
 from eventually import LONG_SECONDS
 from simulated_clock import SimulatedClock
 
-from megatron_runtime.control_link import ControlRefusedError
-from megatron_runtime.data_parallel_inference_coordinator import transport as transport_module
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator import transport as transport_module
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.transport import Sent
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.messages import (
     Abort,
     Control,
     ControlAck,
@@ -38,7 +38,7 @@ from megatron_runtime.wire.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.wire.states import EngineState
+from megatron_runtime.transport.control_link import ControlRefusedError
 
 WEEK_SECONDS = 7 * 24 * 3600
 STEP_SECONDS = 600

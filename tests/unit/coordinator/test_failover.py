@@ -4,12 +4,13 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
-from megatron_runtime.data_parallel_inference_coordinator.transport import Sent
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import Timing
+from megatron_runtime.coordinator.transport import Sent
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
     Final,
     Heartbeat,
     Partial,
@@ -19,7 +20,6 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.states import CoordinatorState, EngineState
 
 
 async def start_streams(client, params, count, *, tokens=12):

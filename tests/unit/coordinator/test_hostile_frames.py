@@ -7,10 +7,10 @@ import pytest
 import zmq
 from hostile_frames import HostileFrames
 
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.wire import limits
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import (
     Control,
     Error,
     Hello,
@@ -20,7 +20,7 @@ from megatron_runtime.wire.messages import (
     decode,
     pack,
 )
-from megatron_runtime.wire.vectors import VECTORS
+from megatron_runtime.protocol.vectors import VECTORS
 
 FRAMES = 3_000
 

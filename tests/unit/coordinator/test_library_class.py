@@ -8,8 +8,8 @@ from eventually import LONG_SECONDS
 
 from megatron_runtime.config import PrefixCachingCoordinatorPolicy
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import pack, unpack
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import pack, unpack
 
 RANKS = [b"mp-coord-0", b"mp-coord-1", b"mp-coord-2"]
 PARAMS = {"num_tokens_to_generate": 2}

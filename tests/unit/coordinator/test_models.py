@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator.settings import Timing
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import Timing
 from megatron_runtime.inference_client import ModelChangedError
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 
 
 async def test_a_request_whose_model_no_engine_runs_is_refused_at_once(stage, params) -> None:

@@ -6,11 +6,11 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.data_parallel_inference_coordinator.verbs import MOST_LATER
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.wire.event_socket import EventSocket
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import pack, unpack
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.verbs import MOST_LATER
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.messages import pack, unpack
+from megatron_runtime.transport.event_socket import EventSocket
 
 PARAMS = {"temperature": 0.0, "num_tokens_to_generate": 4}
 

@@ -6,14 +6,14 @@ import pytest
 from simulated_fleet import POISON, TURN_SECONDS, SimulatedEngine, SimulatedFleet
 from soak import size
 
-from megatron_runtime.data_parallel_inference_coordinator.quarantine import (
+from megatron_runtime.coordinator.core.quarantine import (
     ACQUITTAL_TOKENS,
     REMEMBERED_FAILURES,
     VERDICT_SECONDS,
 )
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import ENGINE_FAILED, pack, unpack
-from megatron_runtime.wire.states import EngineState
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.protocol.messages import ENGINE_FAILED, pack, unpack
 
 
 @pytest.fixture

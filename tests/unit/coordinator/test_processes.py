@@ -17,12 +17,12 @@ from hostile_frames import bombs_of
 from scripted_engine import ScriptedEngine
 from soak import size
 
-from megatron_runtime.control_link import ControlLink
+from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.data_parallel_inference_coordinator import DataParallelInferenceCoordinator
-from megatron_runtime.engines.echo_executor import echo_answer
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import Error, decode, pack, unpack
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.messages import Error, decode, pack, unpack
+from megatron_runtime.transport.control_link import ControlLink
 
 PROMPT = [11, 12, 13]
 

@@ -5,13 +5,13 @@ import socket
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator.client_side import MAX_TEXT_CHARACTERS
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.client_side import MAX_TEXT_CHARACTERS
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import Submit, decode, tokens_from_bytes, tokens_to_bytes
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import Submit, decode, tokens_from_bytes, tokens_to_bytes
 
 PROMPT = [1, 2, 3]
 

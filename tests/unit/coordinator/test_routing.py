@@ -5,10 +5,10 @@ from collections import Counter
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator.records import Engine
-from megatron_runtime.data_parallel_inference_coordinator.routing import MAX_KNOWN_BLOCKS, Router
-from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy
-from megatron_runtime.wire.messages import tokens_to_bytes
+from megatron_runtime.coordinator.core.records import Engine
+from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS, Router
+from megatron_runtime.coordinator.core.settings import RoutingPolicy
+from megatron_runtime.protocol.messages import tokens_to_bytes
 
 BLOCK = 4
 PROMPT = list(range(16))

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator import short_slices
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings
-from megatron_runtime.data_parallel_inference_coordinator.short_slices import SLICE_NANOSECONDS, ask_for_short_slices
-from megatron_runtime.data_parallel_inference_coordinator.spawn import spawn_coordinator
+from megatron_runtime.coordinator import short_slices
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.short_slices import SLICE_NANOSECONDS, ask_for_short_slices
+from megatron_runtime.coordinator.spawn import spawn_coordinator
 
 _ATTR = struct.Struct("=IIQiIQQQ")
 _GETATTR = {"x86_64": 315, "aarch64": 275}

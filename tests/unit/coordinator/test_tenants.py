@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.data_parallel_inference_coordinator import shares
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core import shares
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.wire.messages import Final, pack, tokens_to_bytes
+from megatron_runtime.protocol.messages import Final, pack, tokens_to_bytes
 
 
 def prompts_of(dispatches) -> list[int]:

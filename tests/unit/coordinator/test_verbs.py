@@ -5,13 +5,13 @@ import asyncio
 import pytest
 import zmq
 
-from megatron_runtime.control_link import ControlRefusedError
-from megatron_runtime.data_parallel_inference_coordinator.settings import RoutingPolicy, Timing
-from megatron_runtime.engines.echo_executor import echo_answer
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import RequestRejectedError
-from megatron_runtime.wire.headers import ErrorCode, Header, Role
-from megatron_runtime.wire.messages import Control
-from megatron_runtime.wire.states import CoordinatorState, EngineState
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import Control
+from megatron_runtime.transport.control_link import ControlRefusedError
 
 H, S = Header, CoordinatorState
 PATH_TO = {

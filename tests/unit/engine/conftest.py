@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.export import export_hf
-from megatron_runtime.loading.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 BUILTIN = "builtin:smollm2-135m"

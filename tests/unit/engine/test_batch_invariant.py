@@ -13,18 +13,18 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.backends.native.device import select_device
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.device import select_device
+from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.layers.batch_invariant import ROWS, BatchInvariantLinear, by_rows, equal_rows
-from megatron_runtime.layers.linear import Linear
-from megatron_runtime.loading.source import resolve
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder
-from megatron_runtime.parallel.shard import ParallelSizes
+from megatron_runtime.models.layers.batch_invariant import ROWS, BatchInvariantLinear, by_rows, equal_rows
+from megatron_runtime.models.layers.linear import Linear
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.engines import kv_pool
-from megatron_runtime.engines.kv_pool import KVPool
-from megatron_runtime.engines.memory import MemoryShortError, require_memory
+from megatron_runtime.backends.native import kv_pool
+from megatron_runtime.backends.native.kv_pool import KVPool
+from megatron_runtime.backends.native.memory import MemoryShortError, require_memory
 
 MEBIBYTES = 1 << 20
 

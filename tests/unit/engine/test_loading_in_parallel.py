@@ -6,12 +6,12 @@ import sys
 import pytest
 import torch
 
-from megatron_runtime.engines.device import Processor
-from megatron_runtime.engines.weight_store import WeightStore
-from megatron_runtime.layers.native.compiled import is_supported
-from megatron_runtime.layers.native.linear import NativeLinear
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.switches import Switch
+from megatron_kernels.cpu.compiled import is_supported
+from megatron_kernels.cpu.switches import Switch
+from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
 MODEL = "builtin:smollm2-135m"
 
@@ -50,8 +50,8 @@ def test_weights_are_the_same_on_every_number_of_threads(monkeypatch: pytest.Mon
 
 def test_a_load_imports_nothing_that_it_does_not_need() -> None:
     program = (
-        "import sys, megatron_runtime.engines.build, megatron_runtime.engines.torch_executor, "
-        "megatron_runtime.loading.gguf, megatron_runtime.models.native_decoder; "
+        "import sys, megatron_runtime.engine.build, megatron_runtime.backends.native.torch_executor, "
+        "megatron_runtime.checkpoints.gguf, megatron_runtime.models.native_decoder; "
         "print(sorted({'jinja2', 'pydantic', 'zmq', 'tokenizers', 'numba', 'rich', 'click'} & set(sys.modules)))"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

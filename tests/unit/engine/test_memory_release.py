@@ -19,12 +19,12 @@ import sys
 import threading
 import numpy as np, psutil
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.engines.device import select_device
+from megatron_runtime.backends.native.device import select_device
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.layers.native.memory import PAGES_THREAD
-from megatron_runtime.loading.source import resolve
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_kernels.cpu.memory import PAGES_THREAD
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 gc.disable()  # a collection of a large heap takes seconds, in which an engine sends no sign of life

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hostile_grammars import REJECTED_BY_TRIAL
 
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines.build import build_engine
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.source import resolve
 from megatron_runtime.requests.request import Status
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.text_generation_controllers import text_generation_controller

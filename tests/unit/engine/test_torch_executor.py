@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.layers.cpu import default_threads
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.source import ModelSourceError, resolve
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
+from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.models.layers.cpu import default_threads
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 PAGE_BYTES = 16 * 3 * 2 * 2 * 8 * 4

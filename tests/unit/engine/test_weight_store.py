@@ -11,16 +11,16 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from megatron_runtime.backends.native import device
+from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.memory import MemoryShortError, available_bytes, require_memory
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.verified import UnusableWeightsError
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engines import device
-from megatron_runtime.engines.device import Processor
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.memory import MemoryShortError, available_bytes, require_memory
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.engines.weight_store import WeightStore
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.loading.verified import UnusableWeightsError
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_runtime.contexts.block_allocator import BlockAllocator
+from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
 
 
 def pages(*ids: int) -> np.ndarray:

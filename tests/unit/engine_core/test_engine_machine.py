@@ -9,12 +9,12 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.engines.engine_request import EngineRequest, RequestOutput
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import ErrorCode
 
 PAGE, BLOCK = 4, 8
 STEMS = [list(range(1, 41)), list(range(1, 17)) + [77] * 24]

@@ -21,11 +21,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from soak import SOAK, size
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.grammar_queue import GrammarQueue
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.grammar_queue import GrammarQueue
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling import structured_output
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS

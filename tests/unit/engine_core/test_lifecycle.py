@@ -9,17 +9,17 @@ import pytest
 from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.engine_thread import EngineStopped, EngineThread, Outputs
+from megatron_runtime.engine.lifecycle import Lifecycle
+from megatron_runtime.engine.metrics import EngineMetrics
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.engine_thread import EngineStopped, EngineThread, Outputs
-from megatron_runtime.engines.lifecycle import LEGAL_FROM, Lifecycle
-from megatron_runtime.engines.metrics import EngineMetrics
+from megatron_runtime.protocol.headers import SIGNALS, Header
+from megatron_runtime.protocol.lifecycle import ENGINE_LEGAL_FROM, TRANSITIONS, CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import Control, ControlCommit
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import SIGNALS, Header
-from megatron_runtime.wire.messages import Control, ControlCommit
-from megatron_runtime.wire.states import TRANSITIONS, CoordinatorState, EngineState
 
 PATH_TO = {
     EngineState.RUNNING: (Header.UNPAUSE,),
@@ -78,7 +78,7 @@ async def rig() -> AsyncIterator[Rig]:
 async def test_every_signal_in_every_state(rig: Rig, state: EngineState, kind: Header) -> None:
     await rig.reach(state)
     ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op"))
-    assert ack.ok is (state in LEGAL_FROM[kind])
+    assert ack.ok is (state in ENGINE_LEGAL_FROM[kind])
     if not ack.ok:
         assert state.value in (ack.error or "")
         assert rig.lifecycle.state is state

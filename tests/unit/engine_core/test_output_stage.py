@@ -5,10 +5,9 @@ import codecs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.engines.engine_request import RequestOutput
-from megatron_runtime.engines.output_stage import OutputStage
-from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.messages import (
+from megatron_runtime.engine.engine_request import RequestOutput
+from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.protocol.messages import (
     Dispatch,
     Final,
     Frames,
@@ -18,6 +17,7 @@ from megatron_runtime.wire.messages import (
     tokens_from_bytes,
     unpack,
 )
+from megatron_runtime.sampling_params import SamplingParams
 
 UID = bytes(16)
 

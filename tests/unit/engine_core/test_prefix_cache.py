@@ -6,9 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
+from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
 from megatron_runtime.config import PrefixCachingEvictionPolicy
-from megatron_runtime.contexts.block_allocator import BlockAllocator
-from megatron_runtime.contexts.prefix_cache import PrefixCache
 
 LRU = PrefixCachingEvictionPolicy.LRU
 REF_ZERO = PrefixCachingEvictionPolicy.REF_ZERO

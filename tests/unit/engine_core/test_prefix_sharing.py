@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
+from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.engines.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.hashing import block_digests
+from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.sampling_params import SamplingParams
 
 PAGE, BLOCK = 4, 8

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 from megatron_runtime.sampling_params import SamplingParams
 

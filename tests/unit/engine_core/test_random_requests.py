@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from soak import SOAK
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.engines.engine_request import EngineRequest
 from megatron_runtime.sampling_params import SamplingParams
 
 REQUESTS = 20_000 if SOAK else 2_000

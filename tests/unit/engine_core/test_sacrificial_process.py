@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 
 SUPPORT = Path(__file__).parents[2] / "support"
 MEMORY = 256 << 20
@@ -107,7 +107,7 @@ async def test_it_ends_with_a_parent_that_is_killed(work: str) -> None:
 def pid_whose_parent_was_killed(work: str) -> int:
     program = f"""
 import sys, threading, time
-from megatron_runtime.sacrificial_process import SacrificialProcess
+from megatron_runtime.process.sacrificial_process import SacrificialProcess
 helper = SacrificialProcess("sacrificed", memory_bytes={MEMORY})
 helper.call(b"hello", timeout_seconds=60)
 if {bool(work)}:

@@ -5,17 +5,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
 from megatron_runtime.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.contexts.dynamic_context import (
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
 )
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer
-from megatron_runtime.engines.engine_request import EngineRequest
+from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.wire.headers import ErrorCode
 
 DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
 

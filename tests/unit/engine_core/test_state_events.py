@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.engines.state_events import StateEvents
-from megatron_runtime.wire.states import EngineState as S
+from megatron_runtime.engine.state_events import StateEvents
+from megatron_runtime.protocol.lifecycle import EngineState as S
 
 PATH = [
     (S.RUNNING, {S.RUNNING}),

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.build import LoadedEngine, build_engine
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.engine.build import LoadedEngine, build_engine
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.termination import write_termination_message
+from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.termination import write_termination_message
-from megatron_runtime.engines.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
 
 
 class BrokenExecutor(EchoExecutor):

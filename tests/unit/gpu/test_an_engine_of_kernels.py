@@ -9,10 +9,10 @@ from small_engine import CPU, GEMMA, MIXTURE, SMALL, answers, engine_on
 
 from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
 from bench.gpu_kernels import Ceilings
+from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.executor import NoCudaProfilerError
 from megatron_runtime.config import KVCacheManagementMode
-from megatron_runtime.engines.device import Processor
-from megatron_runtime.engines.executor import NoCudaProfilerError
-from megatron_runtime.gpu.device import CudaDevice
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))

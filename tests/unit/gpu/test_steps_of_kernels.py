@@ -11,12 +11,12 @@ import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_kernels.registry import Backend, KernelConfig, select_kernels
-from megatron_runtime.engines.executor import StepPlan
-from megatron_runtime.gpu.decode_graphs import graph_size, graph_sizes
-from megatron_runtime.gpu.decoder import KernelDecoder
-from megatron_runtime.gpu.inference_wrapper import DeviceInferenceWrapper
-from megatron_runtime.gpu.linears import DeviceLinears
-from megatron_runtime.gpu.step_buffers import StepBuffers
+from megatron_runtime.backends.native.cuda.decode_graphs import graph_size, graph_sizes
+from megatron_runtime.backends.native.cuda.decoder import KernelDecoder
+from megatron_runtime.backends.native.cuda.inference_wrapper import DeviceInferenceWrapper
+from megatron_runtime.backends.native.cuda.linears import DeviceLinears
+from megatron_runtime.backends.native.cuda.step_buffers import StepBuffers
+from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.loading import builtin
-from megatron_runtime.loading.builtin import BUILTINS, BuiltinMissingError, builtin_file
-from megatron_runtime.loading.source import ModelSourceError, resolve
+from megatron_runtime.checkpoints import builtin
+from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 
 
 @pytest.fixture

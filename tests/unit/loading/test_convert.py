@@ -14,13 +14,13 @@ from click.testing import CliRunner
 from random_checkpoint import LLAMA, random_tensors, write_model
 from safetensors.torch import load_file
 
+from megatron_runtime.checkpoints import convert as conversion
+from megatron_runtime.checkpoints.checkpoint import TensorKind, UnsupportedModelError, open_checkpoint
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.staging import DestinationError, new_directory
 from megatron_runtime.cli import main
-from megatron_runtime.loading import convert as conversion
-from megatron_runtime.loading.checkpoint import TensorKind, UnsupportedModelError, open_checkpoint
-from megatron_runtime.loading.convert import convert
-from megatron_runtime.loading.safetensors_writer import write_safetensors
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.loading.staging import DestinationError, new_directory
 from megatron_runtime.tokenization import load_tokenizer
 
 BUILTIN = "builtin:smollm2-135m"
@@ -107,7 +107,7 @@ def test_a_model_with_a_tensor_too_many_is_refused_before_anything_is_made(tmp_p
 _KILLED = """
 import os, sys, time
 from pathlib import Path
-from megatron_runtime.loading.staging import new_directory
+from megatron_runtime.checkpoints.staging import new_directory
 with new_directory(Path(sys.argv[1])) as partial:
     (partial / "half").write_text("half")
     print("writing", flush=True)
@@ -140,9 +140,9 @@ import resource, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from megatron_runtime.loading import staging
+from megatron_runtime.checkpoints import staging
 staging._sync = lambda directory: None
-from megatron_runtime.loading.convert import convert
+from megatron_runtime.checkpoints.convert import convert
 def there_and_back(model):
     convert(model, Path(f"{model}-megatron"), to="torch_dist")
     convert(f"{model}-megatron", Path(f"{model}-back"), to="safetensors")

@@ -12,8 +12,8 @@ import httpx
 import pytest
 from small_hub import SmallHub
 
-from megatron_runtime.loading.hub import api as hub_api
-from megatron_runtime.loading.hub.api import (
+from megatron_runtime.checkpoints.hub import api as hub_api
+from megatron_runtime.checkpoints.hub.api import (
     HubApi,
     HubError,
     HubUnavailableError,
@@ -22,10 +22,10 @@ from megatron_runtime.loading.hub.api import (
     RemoteFile,
     parse_listing,
 )
-from megatron_runtime.loading.hub.cache import model_directory
-from megatron_runtime.loading.hub.fetch import MANIFEST_FILE, fetch
-from megatron_runtime.loading.hub.transfer import fetch_file
-from megatron_runtime.loading.model_files import ModelFileError
+from megatron_runtime.checkpoints.hub.cache import model_directory
+from megatron_runtime.checkpoints.hub.fetch import MANIFEST_FILE, fetch
+from megatron_runtime.checkpoints.hub.transfer import fetch_file
+from megatron_runtime.checkpoints.model_files import ModelFileError
 
 MAIN = Reference("org/name")
 FILES = {"config.json": b'{"a": 1}', "sub/model.safetensors": bytes(1000)}

@@ -13,12 +13,19 @@ from small_hub import SmallHub
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
+from megatron_runtime.checkpoints.hub.api import HubApi, HubError, HubUnavailableError, Reference
+from megatron_runtime.checkpoints.hub.fetch import (
+    MANIFEST_FILE,
+    Manifest,
+    choose,
+    fetch,
+    read_manifest,
+    verify_directory,
+)
+from megatron_runtime.checkpoints.hub.transfer import WrongContentError
+from megatron_runtime.checkpoints.source import SafetensorsSource, resolve
 from megatron_runtime.cli import main
-from megatron_runtime.loading.hub.api import HubApi, HubError, HubUnavailableError, Reference
-from megatron_runtime.loading.hub.fetch import MANIFEST_FILE, Manifest, choose, fetch, read_manifest, verify_directory
-from megatron_runtime.loading.hub.transfer import WrongContentError
-from megatron_runtime.loading.source import SafetensorsSource, resolve
-from megatron_runtime.text_generation_server.settings import default_model_name
+from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization.loader import load_tokenizer
 
 MAIN = Reference("org/name")
@@ -85,8 +92,8 @@ def test_a_server_without_ranges_is_read_past_what_is_there(hub: SmallHub, tmp_p
 _FETCHER = """
 import sys
 from pathlib import Path
-from megatron_runtime.loading.hub.api import HubApi, Reference
-from megatron_runtime.loading.hub.fetch import fetch
+from megatron_runtime.checkpoints.hub.api import HubApi, Reference
+from megatron_runtime.checkpoints.hub.fetch import fetch
 fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1]), wait=lambda seconds: sys.exit("cut"))
 """
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_checkpoint import CONFIGS, LLAMA
 
-from megatron_runtime.loading.torch_dist.names import Layout, find_layout, layout_for, pieces, stored_tensors
+from megatron_runtime.checkpoints.torch_dist.names import Layout, find_layout, layout_for, pieces, stored_tensors
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.tensors import tensor_shapes
 

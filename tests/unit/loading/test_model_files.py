@@ -16,9 +16,9 @@ from gguf import GGUFWriter
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 import megatron_runtime
-from megatron_runtime.loading.checkpoint import open_checkpoint, tensors
-from megatron_runtime.loading.convert import convert
-from megatron_runtime.loading.model_files import (
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint, tensors
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.checkpoints.model_files import (
     MAX_METADATA_BYTES,
     ModelDirectory,
     ModelFile,
@@ -27,10 +27,10 @@ from megatron_runtime.loading.model_files import (
     parse_json,
     require_safe_name,
 )
-from megatron_runtime.loading.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
-from megatron_runtime.loading.safetensors_writer import write_safetensors
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.loading.torch_dist.archive import DamagedFileError
+from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
+from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
 
 COMMIT = "c0ffee" * 6 + "cafe"

@@ -15,11 +15,11 @@ from random_checkpoint import CONFIGS, random_tensors, write_model
 from safetensors.torch import load_file
 from torch.distributed import checkpoint as dcp
 
-from megatron_runtime.loading.checkpoint import open_checkpoint
-from megatron_runtime.loading.convert import convert
-from megatron_runtime.loading.source import TorchDistSource, resolve
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.checkpoints.source import TorchDistSource, resolve
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.models.weights import load_weights
-from megatron_runtime.parallel.shard import ParallelSizes
 
 SAVER = Path(__file__).parents[2] / "support" / "megatron_saver.py"
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_runtime.loading.export import export_hf
+from megatron_runtime.checkpoints.export import export_hf
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_runtime.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
-from megatron_runtime.loading.safetensors import SafetensorsCheckpoint
+from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.models.weights import load_weights
 
 PAGE = 16

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.in_memory import model_in_memory
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
 VOCAB = 160

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.layers.rotary import inverse_frequencies
-from megatron_runtime.loading.checkpoint import UnsupportedModelError, tensors
-from megatron_runtime.loading.gguf import GGUFCheckpoint
-from megatron_runtime.loading.in_memory import model_in_memory
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, tensors
+from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling
+from megatron_runtime.models.layers.rotary import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 ARCHITECTURES = {

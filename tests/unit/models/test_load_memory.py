@@ -12,7 +12,7 @@ import torch
 from eventually import LONG_SECONDS
 from safetensors.torch import save_file
 
-from megatron_runtime.loading.mapped import RESIDENT_BYTES
+from megatron_runtime.checkpoints.mapped import RESIDENT_BYTES
 from megatron_runtime.models.families import config_from_hf, config_to_hf
 from megatron_runtime.models.families.llama import LLAMA
 from megatron_runtime.models.tensors import tensor_shapes
@@ -37,9 +37,9 @@ MEASURE = """
 import sys
 from pathlib import Path
 import torch
-from megatron_runtime.loading.checkpoint import open_checkpoint
-from megatron_runtime.loading.source import resolve
-from megatron_runtime.loading.verified import VerifiedCheckpoint
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.source import resolve
+from megatron_runtime.checkpoints.verified import VerifiedCheckpoint
 from megatron_runtime.models.weights import load_weights
 
 def memory(field):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from random_checkpoint import LLAMA, random_model
 
-from megatron_runtime.engines.device import Processor
-from megatron_runtime.engines.weight_store import WeightStore
-from megatron_runtime.loading.in_memory import model_in_memory
-from megatron_runtime.loading.progress import with_progress
+from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.checkpoints.progress import with_progress
 
 
 class Terminal(io.StringIO):

@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.loading import builtin
-from megatron_runtime.loading.checkpoint import UnsupportedModelError, open_checkpoint, tensors
-from megatron_runtime.loading.gguf import GGUFCheckpoint
-from megatron_runtime.loading.gguf_metadata import GGUFFormatError
-from megatron_runtime.loading.safetensors import SafetensorsCheckpoint, SafetensorsFormatError
-from megatron_runtime.loading.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
+from megatron_runtime.checkpoints import builtin
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, open_checkpoint, tensors
+from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError
+from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint, SafetensorsFormatError
+from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
 from megatron_runtime.models.weights import load_weights
 
 HIDDEN, FEED, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 32

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_runtime.layers.paged_attention import AttentionBatch, PrefillChunk
-from megatron_runtime.loading.checkpoint import Checkpoint, Part
-from megatron_runtime.loading.in_memory import model_in_memory
+from megatron_runtime.checkpoints.checkpoint import Checkpoint, Part
+from megatron_runtime.checkpoints.in_memory import model_in_memory
+from megatron_runtime.distributed.collectives import Collectives
+from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderModel
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, PrefillChunk
 from megatron_runtime.models.weights import load_weights
-from megatron_runtime.parallel.collectives import Collectives
-from megatron_runtime.parallel.shard import ParallelSizes, Shard
 
 TOKENS = 12
 PAGE = 16

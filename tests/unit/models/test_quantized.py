@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.layers import quantized
-from megatron_runtime.layers.embedding import Embedding
-from megatron_runtime.layers.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
-from megatron_runtime.loading.checkpoint import Part
-from megatron_runtime.loading.gguf import GGUFCheckpoint
-from megatron_runtime.loading.verified import UnusableWeightsError, VerifiedCheckpoint
+from megatron_kernels import quantized
+from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
+from megatron_runtime.checkpoints.checkpoint import Part
+from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.verified import UnusableWeightsError, VerifiedCheckpoint
+from megatron_runtime.models.layers.embedding import Embedding
 
 ROWS, COLUMNS = 6, 768
 KINDS = [kind for kind in KIND_NAMES if kind not in PLAIN_DTYPES]

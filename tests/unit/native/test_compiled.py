@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.layers.native import compiled
+from megatron_kernels.cpu import compiled
 
 
 @pytest.mark.skipif(not compiled.is_supported(), reason="needs AVX2 and Linux")

@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.layers.native.compiled import is_supported
-from megatron_runtime.layers.native.examination import sum_and_finiteness
-from megatron_runtime.layers.native.linear import NativeLinear
-from megatron_runtime.layers.native.packing import pack
-from megatron_runtime.layers.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
+from megatron_kernels.cpu.compiled import is_supported
+from megatron_kernels.cpu.examination import sum_and_finiteness
+from megatron_kernels.cpu.packing import pack
+from megatron_kernels.quantized import BLOCK_SIZES, Q4_0, Q4_1, Q8_0, SCALES, QuantizedTensor, concatenate
+from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from eventually import LONG_SECONDS
 
-from megatron_runtime.layers.native.linear import NativeLinears
-from megatron_runtime.layers.native.memory import PAGES_THREAD, WeightMemory
-from megatron_runtime.switches import Switch
+from megatron_kernels.cpu.memory import PAGES_THREAD, WeightMemory
+from megatron_kernels.cpu.switches import Switch
+from megatron_runtime.models.layers.compiled_linear import NativeLinears
 
 _MIB = 1 << 20
 _LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from native_models import PLAIN, STEPS, TRAITS, Sequences, caches, expected_logits, native, step
 
-from megatron_runtime.layers.native.compiled import is_supported
+from megatron_kernels.cpu.compiled import is_supported
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_runtime.layers.cpu import computes_in_bfloat16, select_numbers
-from megatron_runtime.layers.native.compiled import is_supported
+from megatron_kernels.cpu.compiled import is_supported
+from megatron_runtime.models.layers.cpu import computes_in_bfloat16, select_numbers
 
 
 def test_float32_is_exact_everywhere() -> None:

@@ -4,13 +4,13 @@ import pytest
 import torch
 from native_models import PLAIN, STEPS, Sequences, caches, native, step
 
-from megatron_runtime.data_parallel_inference_coordinator.short_slices import ask_for_short_slices
-from megatron_runtime.layers.cpu import select_numbers
-from megatron_runtime.layers.linear import Linear
-from megatron_runtime.layers.native.compiled import is_supported
-from megatron_runtime.layers.native.records import BFLOAT16, INT8
-from megatron_runtime.layers.native.tuning import TUNING_VARIABLE, Tuning, tuning
-from megatron_runtime.switches import OF_A_STEP, InvalidSwitchError, Switch, is_on
+from megatron_kernels.cpu.compiled import is_supported
+from megatron_kernels.cpu.records import BFLOAT16, INT8
+from megatron_kernels.cpu.switches import OF_A_STEP, InvalidSwitchError, Switch, is_on
+from megatron_kernels.cpu.tuning import TUNING_VARIABLE, Tuning, tuning
+from megatron_runtime.coordinator.short_slices import ask_for_short_slices
+from megatron_runtime.models.layers.cpu import select_numbers
+from megatron_runtime.models.layers.linear import Linear
 
 needs_native = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

@@ -16,7 +16,7 @@ from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.decide import decide
 from megatron_operator.plan.world import ApplyChild, ChildRef, Refusal, RotateKeys
 from megatron_operator.render.keys import AFTER, KEY_NAMES, next_files
-from megatron_runtime.wire.security import generate_key_files
+from megatron_runtime.transport.security import generate_key_files
 
 PAIRS = ("server", "engine", "client")
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 import pytest
 
 from megatron_operator.model.states import LEGAL_SIGNALS, CoordinatorState, DesiredState, EngineState, SignalKind
-from megatron_operator.plan.verbs import AGREEING, PATH, Reached, Send, Step, Wait, next_step
+from megatron_operator.plan.verbs import GOAL, Reached, Send, Step, Wait, next_step
+from megatron_runtime.protocol.lifecycle import NEXT_SIGNAL, STEADY_ENGINE_STATES
 
 C, D, E, S = CoordinatorState, DesiredState, EngineState, SignalKind
 
@@ -47,7 +48,9 @@ class Peer:
 
     def receive(self, signal: SignalKind) -> Peer:
         assert signal in LEGAL_SIGNALS[self.coordinator], f"illegal: {signal} in {self.coordinator}"
-        assert all(state in AGREEING[self.coordinator] for state in self.engines), f"{signal} between two states"
+        assert all(state in STEADY_ENGINE_STATES[self.coordinator] for state in self.engines), (
+            f"{signal} between two states"
+        )
         if signal is S.DRAIN:
             return replace(self, drained=True, all_draining=True)
         _, lands, state = WORK[signal]
@@ -68,10 +71,10 @@ class Peer:
         staying = (state for state in self.engines if state not in (E.STOPPING, E.STOPPED))
         engines = tuple(TRANSIENT.get(state, state) for state in staying)
         if engines == self.engines and coordinator is self.coordinator:
-            follow = next(iter(AGREEING[coordinator] - {E.RESUMED}))
-            engines = tuple(state if state in AGREEING[coordinator] else follow for state in engines)
+            follow = next(iter(STEADY_ENGINE_STATES[coordinator] - {E.RESUMED}))
+            engines = tuple(state if state in STEADY_ENGINE_STATES[coordinator] else follow for state in engines)
         if not engines:
-            engines = (next(iter(AGREEING[coordinator] - {E.RESUMED})),)
+            engines = (next(iter(STEADY_ENGINE_STATES[coordinator] - {E.RESUMED})),)
         return replace(self, coordinator=coordinator, engines=engines)
 
 
@@ -106,9 +109,6 @@ def _shortest(coordinator: CoordinatorState, goal: CoordinatorState) -> int:
     raise AssertionError(f"no way from {coordinator} to {goal}")
 
 
-GOAL = {D.RUNNING: C.RUNNING, D.PAUSED: C.PAUSED, D.SUSPENDED: C.SUSPENDED}
-
-
 @pytest.mark.parametrize("coordinator", CoordinatorState)
 @pytest.mark.parametrize("desired", DesiredState)
 def test_every_observation_leads_to_the_goal_by_legal_signals(
@@ -121,13 +121,13 @@ def test_every_observation_leads_to_the_goal_by_legal_signals(
             assert sent[-1] is S.STOP
         else:
             assert end.coordinator is GOAL[desired]
-            assert all(state in AGREEING[end.coordinator] for state in end.engines)
+            assert all(state in STEADY_ENGINE_STATES[end.coordinator] for state in end.engines)
 
 
-@pytest.mark.parametrize("coordinator", sorted(AGREEING))
+@pytest.mark.parametrize("coordinator", sorted(STEADY_ENGINE_STATES))
 @pytest.mark.parametrize("desired", DesiredState)
 def test_the_way_is_a_shortest_one(coordinator: CoordinatorState, desired: DesiredState) -> None:
-    state = next(iter(AGREEING[coordinator] - {E.RESUMED}))
+    state = next(iter(STEADY_ENGINE_STATES[coordinator] - {E.RESUMED}))
     _, sent = _walk(Peer(coordinator, (state, state), desired))
     if desired is D.STOPPED:
         drain = [S.DRAIN, S.PAUSE] if coordinator is C.RUNNING else []
@@ -176,6 +176,7 @@ def test_no_engine_cannot_pass_for_all_of_them() -> None:
 
 
 def test_the_table_is_complete_and_legal() -> None:
-    assert set(PATH) == set(itertools.product(AGREEING, DesiredState))
-    for (coordinator, _), signal in PATH.items():
-        assert signal is None or signal in LEGAL_SIGNALS[coordinator]
+    pairs = {(state, GOAL[desired]) for state, desired in itertools.product(STEADY_ENGINE_STATES, DesiredState)}
+    assert set(NEXT_SIGNAL) == {(state, goal) for state, goal in pairs if state is not goal}
+    for (coordinator, _), signal in NEXT_SIGNAL.items():
+        assert S[signal.name] in LEGAL_SIGNALS[coordinator]

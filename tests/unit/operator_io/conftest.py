@@ -12,9 +12,9 @@ import zmq
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.kinds import Kind
-from megatron_runtime.wire.event_socket import EventSocket
-from megatron_runtime.wire.headers import ErrorCode, Header
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
     Control,
     ControlAck,
     ControlMessage,
@@ -28,7 +28,7 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.wire.states import CoordinatorState, EngineState
+from megatron_runtime.transport.event_socket import EventSocket
 
 
 class Store:

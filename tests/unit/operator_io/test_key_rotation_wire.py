@@ -13,17 +13,17 @@ from scripted_engine import ScriptedEngine
 
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, Timing
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.echo_executor import echo_answer
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import KeyReport
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import KeyReport
-from megatron_runtime.wire.security import PeerKeys, generate_key_files
+from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
 TIMING = Timing(heartbeat=0.05, recovery=0.5, key_check=0.05, connection_check=0.2)
 

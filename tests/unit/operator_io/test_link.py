@@ -18,8 +18,8 @@ from megatron_operator.link.connection import CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import snapshot_of, without_traffic
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
-from megatron_runtime.wire.headers import ErrorCode
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import (
     ControlAck,
     Disconnect,
     FailedRequest,
@@ -28,7 +28,7 @@ from megatron_runtime.wire.messages import (
     StatusReply,
     decode,
 )
-from megatron_runtime.wire.security import KeyPair, PeerKeys
+from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 FAST = LinkTimings(
     hello_retry=0.05,

@@ -12,8 +12,8 @@ import pytest
 from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
 
-from megatron_runtime.control_link import ControlRefusedError
-from megatron_runtime.wire.headers import Header
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.transport.control_link import ControlRefusedError
 
 PROMPTS = [[1, 5, 9, 3 + index] for index in range(6)]
 

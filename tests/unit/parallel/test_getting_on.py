@@ -13,12 +13,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.parallel import step_watch
-from megatron_runtime.parallel.groups import Groups
-from megatron_runtime.parallel.shard import ParallelSizes
-from megatron_runtime.parallel.standstill import STANDSTILL_SECONDS, Standstill
-from megatron_runtime.parallel.step_progress import Phase, Report, StepProgress
-from megatron_runtime.parallel.step_watch import StepWatch
+from megatron_runtime.distributed import step_watch
+from megatron_runtime.distributed.groups import Groups
+from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.distributed.standstill import STANDSTILL_SECONDS, Standstill
+from megatron_runtime.distributed.step_progress import Phase, Report, StepProgress
+from megatron_runtime.distributed.step_watch import StepWatch
 
 WAITS = Report(done=4, signs=9, exchanges=7, phase=Phase.EXCHANGING, place="exchange 7, of layer 2, of step 5")
 COMPUTES = Report(done=4, signs=9, exchanges=6, phase=Phase.COMPUTING, place="layer 2 of step 5")

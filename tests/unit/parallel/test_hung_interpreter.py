@@ -9,11 +9,11 @@ import sys
 import pytest
 from eventually import LONG_SECONDS
 
-from megatron_runtime.parallel.interpreter_watch import BEAT_SECONDS, END_SECONDS, END_STATUS, Patience
+from megatron_runtime.distributed.interpreter_watch import BEAT_SECONDS, END_SECONDS, END_STATUS, Patience
 
 PROGRAM = """
 import ctypes, os, sys
-from megatron_runtime.parallel import interpreter_watch
+from megatron_runtime.distributed import interpreter_watch
 
 interpreter_watch.END_SECONDS = 0.5
 watch = interpreter_watch.InterpreterWatch()
@@ -31,7 +31,7 @@ hang()
 """
 LATE = """
 import signal, time
-from megatron_runtime.parallel.interpreter_watch import InterpreterWatch
+from megatron_runtime.distributed.interpreter_watch import InterpreterWatch
 
 watch = InterpreterWatch()
 watch.beat(is_long=False)

@@ -11,14 +11,14 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.parallel.errors import RankError
-from megatron_runtime.parallel.follower_channel import FollowerChannel
-from megatron_runtime.parallel.interpreter_watch import BEAT_SECONDS, HANG_SECONDS, Patience
-from megatron_runtime.parallel.leader_channel import LeaderChannel
-from megatron_runtime.parallel.plan_channel import Kind
-from megatron_runtime.parallel.plan_codec import pack
-from megatron_runtime.parallel.step_progress import Phase, Report, StepProgress
-from megatron_runtime.parallel.step_watch import StepWatch
+from megatron_runtime.backends.native.ranked.follower_channel import FollowerChannel
+from megatron_runtime.backends.native.ranked.leader_channel import LeaderChannel
+from megatron_runtime.backends.native.ranked.plan_channel import Kind
+from megatron_runtime.backends.native.ranked.plan_codec import pack
+from megatron_runtime.distributed.errors import RankError
+from megatron_runtime.distributed.interpreter_watch import BEAT_SECONDS, HANG_SECONDS, Patience
+from megatron_runtime.distributed.step_progress import Phase, Report, StepProgress
+from megatron_runtime.distributed.step_watch import StepWatch
 
 GAP_SECONDS = 1.5
 PATIENT_SECONDS = HANG_SECONDS + Patience.TIMES_LATE * (GAP_SECONDS - BEAT_SECONDS)

@@ -9,11 +9,11 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.parallel.follower_channel import FollowerChannel
-from megatron_runtime.parallel.plan_channel import Kind
-from megatron_runtime.parallel.plan_codec import pack, unpack
-from megatron_runtime.parallel.step_progress import StepProgress
-from megatron_runtime.parallel.step_watch import StepWatch
+from megatron_runtime.backends.native.ranked.follower_channel import FollowerChannel
+from megatron_runtime.backends.native.ranked.plan_channel import Kind
+from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
+from megatron_runtime.distributed.step_progress import StepProgress
+from megatron_runtime.distributed.step_watch import StepWatch
 
 
 @pytest.fixture

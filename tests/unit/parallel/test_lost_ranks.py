@@ -17,7 +17,7 @@ from rank_program import HANGS_NOW
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from megatron_runtime.cli.launch_ranks import cause
-from megatron_runtime.parallel.interpreter_watch import END_STATUS, HANG_SECONDS
+from megatron_runtime.distributed.interpreter_watch import END_STATUS, HANG_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.engines.executor import StepPlan, StepResult
-from megatron_runtime.parallel.micro_batches import cut, expert_of_rows, merge
-from megatron_runtime.parallel.plan_codec import (
+from megatron_runtime.backends.native.executor import StepPlan, StepResult
+from megatron_runtime.backends.native.ranked.micro_batches import cut, expert_of_rows, merge
+from megatron_runtime.backends.native.ranked.plan_codec import (
     MalformedPlanError,
     decode_plan,
     decode_result,
@@ -21,7 +21,7 @@ from megatron_runtime.parallel.plan_codec import (
     pack,
     unpack,
 )
-from megatron_runtime.parallel.shard import ParallelSizes
+from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.log_probs import LogProbs
 

@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 import zmq
 
-from megatron_runtime.parallel.errors import RendezvousError
-from megatron_runtime.parallel.identity import RankIdentity
-from megatron_runtime.parallel.rendezvous import Meeting
-from megatron_runtime.wire.security import KeyPair
+from megatron_runtime.distributed.errors import RendezvousError
+from megatron_runtime.distributed.identity import RankIdentity
+from megatron_runtime.distributed.rendezvous import Meeting
+from megatron_runtime.transport.security import KeyPair
 
 SECONDS = 60
 FOREIGN = KeyPair.generate()

@@ -11,9 +11,9 @@ import pytest
 import torch
 from rank_program import KV_CACHE_MEMORY, answers
 
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.loading.convert import convert
-from megatron_runtime.loading.source import resolve
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.checkpoints.source import resolve
 
 PROMPTS = [[1, 5, 9, 3], [7] * 40, [2, 3], [11, 12, 13, 14, 15], [7] * 40 + [8]]
 SAMPLING: list[dict[str, Any]] = [

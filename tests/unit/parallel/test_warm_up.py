@@ -6,9 +6,9 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.parallel.micro_batches import cut, expert_of_rows
-from megatron_runtime.parallel.shard import ParallelSizes
-from megatron_runtime.parallel.warm_up import GPU, PROCESSOR, StepSizes, warm_up_plans
+from megatron_runtime.backends.native.ranked.micro_batches import cut, expert_of_rows
+from megatron_runtime.backends.native.ranked.warm_up import GPU, PROCESSOR, StepSizes, warm_up_plans
+from megatron_runtime.distributed.shard import ParallelSizes
 
 PAGE = 16
 

@@ -12,7 +12,7 @@ import pytest
 from eventually import LONG_SECONDS
 from torch.distributed import TCPStore
 
-from megatron_runtime.preflight import Outcome, PreflightError, PreflightPlan, preflight
+from megatron_runtime.distributed.preflight import Outcome, PreflightError, PreflightPlan, preflight
 
 NODES = 8
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from megatron_runtime.contexts import dynamic_context
-from megatron_runtime.hashing import block_hashes
 from megatron_runtime.inference_request import (
     DynamicInferenceRequest,
     DynamicInferenceRequestRecord,
@@ -12,6 +11,7 @@ from megatron_runtime.inference_request import (
     VLMInferenceRequest,
 )
 from megatron_runtime.requests.errors import RequestError, deserialize_error, serialize_error
+from megatron_runtime.requests.hashing import block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes, frame_hashes
-from megatron_runtime.wire.messages import tokens_to_bytes
+from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.requests.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes, frame_hashes
 
 TOKENS = st.lists(st.integers(0, 2**62), max_size=40)
 

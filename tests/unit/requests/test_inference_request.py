@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_runtime.hashing import HASH_PRIME, HashForm, block_hashes
 from megatron_runtime.inference_request import (
     DynamicInferenceEvent,
     DynamicInferenceEventType,
@@ -17,6 +16,7 @@ from megatron_runtime.inference_request import (
     serialize_tensor,
 )
 from megatron_runtime.requests.errors import RequestError
+from megatron_runtime.requests.hashing import HASH_PRIME, HashForm, block_hashes
 from megatron_runtime.sampling_params import SamplingParams
 
 

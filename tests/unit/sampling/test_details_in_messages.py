@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.engines.engine_request import RequestOutput
-from megatron_runtime.engines.output_stage import OutputStage
+from megatron_runtime.engine.engine_request import RequestOutput
+from megatron_runtime.engine.output_stage import OutputStage
+from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, RequestMeta, decode, unpack
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.messages import Dispatch, Final, Frames, Partial, RequestMeta, decode, unpack
 
 UID = bytes(16)
 PROMPT = [-1.5, -2.5]

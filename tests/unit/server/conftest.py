@@ -22,12 +22,12 @@ import pytest
 import tokenizers
 from eventually import LONG_SECONDS
 
-from megatron_runtime.text_generation_server.app import create_app
-from megatron_runtime.text_generation_server.listener import listen
-from megatron_runtime.text_generation_server.run import HttpServer, drain, http_server
-from megatron_runtime.text_generation_server.service import Service
-from megatron_runtime.text_generation_server.settings import ServerSettings
-from megatron_runtime.text_generation_server.tls import Certificate
+from megatron_runtime.server.app import create_app
+from megatron_runtime.server.listener import listen
+from megatron_runtime.server.run import HttpServer, drain, http_server
+from megatron_runtime.server.service import Service
+from megatron_runtime.server.settings import ServerSettings
+from megatron_runtime.server.tls import Certificate
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 

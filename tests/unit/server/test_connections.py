@@ -17,8 +17,8 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.text_generation_server.settings import ConnectionLimits
-from megatron_runtime.text_generation_server.tls import Certificate
+from megatron_runtime.server.settings import ConnectionLimits
+from megatron_runtime.server.tls import Certificate
 
 SHORT = ConnectionLimits(
     header_seconds=0.6, body_seconds=1.5, body_idle_seconds=0.6, stall_seconds=0.6, handshake_seconds=0.6
@@ -204,7 +204,7 @@ async def test_a_body_of_tiny_chunks_is_parsed_between_other_requests(
     running: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The parser gets no further in one go when it is slow: with no time at all, one slice in each iteration."""
-    monkeypatch.setattr("megatron_runtime.text_generation_server.connections._PARSE_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_runtime.server.connections._PARSE_SECONDS", 0.0)
     data = REQUEST + b"Transfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 40_000
     parsed: list[int] = []
 

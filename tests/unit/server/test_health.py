@@ -12,7 +12,7 @@ import pytest
 from eventually import eventually
 from prometheus_client import CollectorRegistry, Counter
 
-from megatron_runtime.health import HealthServer
+from megatron_runtime.process.health import HealthServer
 
 
 class Probed:
@@ -97,8 +97,8 @@ async def test_taken_port_says_which_flag_to_change(probed: Probed) -> None:
 async def test_connections_are_few_and_none_is_held_by_a_client_that_does_not_read(
     probed: Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_runtime.health.MAX_CONNECTIONS", 2)
-    monkeypatch.setattr("megatron_runtime.health.REQUEST_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_runtime.process.health.MAX_CONNECTIONS", 2)
+    monkeypatch.setattr("megatron_runtime.process.health.REQUEST_TIMEOUT_SECONDS", 0.3)
     steps = Counter("steps", "Steps.", ["of"], registry=probed.registry)
     for number in range(200):
         steps.labels(f"{number:050000}")  # 20 MB: more than the kernel buffers

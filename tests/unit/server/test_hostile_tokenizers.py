@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from soak import size
 
-from megatron_runtime.sacrificial_process import SacrificialProcess
+from megatron_runtime.process.sacrificial_process import SacrificialProcess
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization import backend as backend_module
 from megatron_runtime.tokenization import gguf_tokenizer as gguf_module

@@ -16,15 +16,15 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.text_generation_server import json_limits
-from megatron_runtime.text_generation_server.json_limits import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
-from megatron_runtime.text_generation_server.schema import (
+from megatron_runtime.server import json_limits
+from megatron_runtime.server.json_limits import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
+from megatron_runtime.server.schema import (
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
     TokenizeRequest,
 )
-from megatron_runtime.text_generation_server.schema.bounds import FREE_JSON, Discarded
+from megatron_runtime.server.schema.bounds import FREE_JSON, Discarded
 
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.text_generation_server.tls import Certificate, CertificateError
+from megatron_runtime.server.tls import Certificate, CertificateError
 
 
 @pytest.fixture

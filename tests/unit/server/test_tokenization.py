@@ -16,7 +16,7 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_runtime.loading.gguf_metadata import GGUFFormatError, read_gguf_metadata
+from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
 from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 from megatron_runtime.tokenization.chat_template import ChatTemplate

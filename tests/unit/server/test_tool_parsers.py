@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.cli.options import TOOL_CALL_PARSERS
-from megatron_runtime.text_generation_server.tools import (
+from megatron_runtime.server.tools import (
     PARSERS,
     CallArguments,
     CallBegin,
@@ -23,7 +23,7 @@ from megatron_runtime.text_generation_server.tools import (
     ToolParser,
     parser_of,
 )
-from megatron_runtime.text_generation_server.tools.json_scan import JsonScanner, Verdict
+from megatron_runtime.server.tools.json_scan import JsonScanner, Verdict
 
 NAMES = ["f", "get_weather"]
 Read = tuple[str, list[tuple[str, str]]]

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.text_generation_server.settings import LOOPBACK_HOSTS, is_loopback
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, is_loopback
 
 COMPLETION = {"model": "smollm2", "prompt": "x", "temperature": 0}
 ACCEPTED = [

@@ -12,14 +12,14 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.control_link import ControlLink
-from megatron_runtime.data_parallel_inference_coordinator.coordinator import Coordinator
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.worker import EngineWorker
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.wire.headers import Header, Role
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.transport.control_link import ControlLink
 
 TIMING = Timing(heartbeat=0.1, recovery=0.5, recovery_settle=0.2)
 

@@ -12,11 +12,11 @@ import zmq
 import zmq.asyncio
 from eventually import LONG_SECONDS
 
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import KeyPair, PeerKeys
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.dealer import AddressError, Dealer, parse_address
-from megatron_runtime.wire.zmtp.frames import COMMAND, MORE
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.transport.security import KeyPair, PeerKeys
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.dealer import AddressError, Dealer, parse_address
+from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 LIMIT = 1 << 16
 READY = frames.frame(COMMAND, frames.command(b"READY", frames.properties([(b"Socket-Type", b"ROUTER")])))

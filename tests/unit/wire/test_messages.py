@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import (
     Dispatch,
     MalformedMessageError,
     Partial,
@@ -21,7 +21,7 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.vectors import VECTORS
+from megatron_runtime.protocol.vectors import VECTORS
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 uids = st.binary(min_size=16, max_size=16)

@@ -7,9 +7,9 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.wire.event_socket import DRAIN_BUDGET, EventSocket
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import (
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.transport.event_socket import DRAIN_BUDGET, EventSocket
+from megatron_runtime.transport.security import (
     KeyFileError,
     PeerKeys,
     ServerKeys,

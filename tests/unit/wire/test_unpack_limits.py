@@ -13,7 +13,7 @@ from hostile_frames import BOMBS
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from megatron_runtime.wire.codec import (
+from megatron_runtime.protocol.codec import (
     CONTROL,
     DETAILS,
     PARAMETERS,
@@ -26,9 +26,9 @@ from megatron_runtime.wire.codec import (
     shown,
     unpack,
 )
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import decode
-from megatron_runtime.wire.vectors import VECTORS
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import decode
+from megatron_runtime.protocol.vectors import VECTORS
 
 ROOT = Path(__file__).parents[3]
 SMALL = UnpackLimits(elements=2000, containers=500, depth=8, text_bytes=100)
@@ -154,6 +154,6 @@ def test_only_the_codec_reads_msgpack() -> None:
                         found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
                 elif isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "msgpack":
                     found.append(f"{path.relative_to(ROOT)}:{node.lineno}")
-    assert {place.rsplit(":", 1)[0] for place in found} == {"runtime/megatron_runtime/wire/codec.py"}, (
+    assert {place.rsplit(":", 1)[0] for place in found} == {"runtime/megatron_runtime/protocol/codec.py"}, (
         f"read msgpack by codec.unpack, with limits: {found}"
     )

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.wire.headers import Header
-from megatron_runtime.wire.messages import Control, Plain, decode, unpack
-from megatron_runtime.wire.vectors import VECTORS, as_markdown
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.protocol.messages import Control, Plain, decode, unpack
+from megatron_runtime.protocol.vectors import VECTORS, as_markdown
 
 PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
 

@@ -12,11 +12,11 @@ import zmq.asyncio
 from eventually import LONG_SECONDS
 from zmtp_port import LIMIT, NULL_BEGIN, Port, until
 
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.connection import MESSAGES_A_TURN, PeerId
-from megatron_runtime.wire.zmtp.frames import COMMAND
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.connection import MESSAGES_A_TURN, PeerId
+from megatron_runtime.transport.zmtp.frames import COMMAND
 
 SIZES = [0, 1, 255, 256, 8192, 65536, LIMIT]
 

@@ -12,12 +12,12 @@ import pytest
 from curve_client import CurveClient
 from zmtp_port import CURVE_GREETING, LIMIT, NULL_BEGIN, READY, Port, Raw, key_files, until
 
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.security import PeerKeys
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp import router as router_module
-from megatron_runtime.wire.zmtp.connection import FRAMES_A_MESSAGE
-from megatron_runtime.wire.zmtp.frames import COMMAND, MORE
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp import router as router_module
+from megatron_runtime.transport.zmtp.connection import FRAMES_A_MESSAGE
+from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 # --- who keeps to nothing ---------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from megatron_operator.plan.blockers import engines_wait, refusal, server_wait
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import MAX_FENCE_JUMP
-from megatron_runtime.wire.limits import MAX_FENCE
+from megatron_runtime.protocol.limits import MAX_FENCE
 
 QUIET = {
     ResourceState.PAUSED: (DesiredState.PAUSED, Reason.PAUSED),

@@ -11,7 +11,7 @@ from megatron_operator.plan.policies.lifecycle import start
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
 from megatron_operator.render.model_source import model_argument
-from megatron_runtime.wire.limits import MAX_EPOCH
+from megatron_runtime.protocol.limits import MAX_EPOCH
 
 REFRESHABLE = {
     DesiredState.RUNNING: ResourceState.RUNNING,

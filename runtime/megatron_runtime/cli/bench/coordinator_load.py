@@ -17,12 +17,12 @@ from megatron_runtime.cli.bench.lean_peers import DirectEngine, LeanClient, Lean
 from megatron_runtime.cli.bench.pauses import PauseWatch, Trip, undisturbed
 from megatron_runtime.cli.bench.report import Figure, percentile
 from megatron_runtime.cli.bench.surroundings import Surroundings
-from megatron_runtime.data_parallel_inference_coordinator.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.data_parallel_inference_coordinator.spawn import CoordinatorProcess, spawn_coordinator
-from megatron_runtime.inference_client import InferenceClient
-from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.wire.headers import Role
-from megatron_runtime.wire.messages import tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import tokens_from_bytes, tokens_to_bytes
+from megatron_runtime.requests.sampling_params import SamplingParams
 
 SHARED_PREFIXES = 8
 DISTINCT_PROMPTS = 512

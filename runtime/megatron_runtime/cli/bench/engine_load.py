@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Figure
-from megatron_runtime.engines.build import build_engine
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.engines.engine_request import EngineRequest
-from megatron_runtime.engines.settings import EngineSettings
-from megatron_runtime.engines.torch_executor import TorchExecutor
-from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
+from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.engine_request import EngineRequest
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
 
 PROBE_BYTES = 1 << 28
 """Read to learn the memory bandwidth: far beyond any cache."""

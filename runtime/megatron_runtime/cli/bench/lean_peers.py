@@ -12,9 +12,10 @@ import time
 from collections.abc import Callable
 
 from megatron_runtime.cli.bench.lean_socket import LeanSocket
-from megatron_runtime.wire import limits
-from megatron_runtime.wire.headers import Header, Role
-from megatron_runtime.wire.messages import (
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
     Abort,
     Disconnect,
     Error,
@@ -32,10 +33,9 @@ from megatron_runtime.wire.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.wire.states import CoordinatorState, EngineState
-from megatron_runtime.wire.zmtp.connection import Connection, PeerId
-from megatron_runtime.wire.zmtp.handshake import NullHandshake
-from megatron_runtime.wire.zmtp.router import Router
+from megatron_runtime.transport.zmtp.connection import Connection, PeerId
+from megatron_runtime.transport.zmtp.handshake import NullHandshake
+from megatron_runtime.transport.zmtp.router import Router
 
 _REPLY = pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
 _TOKEN = tokens_to_bytes([1])

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Callable
 from typing import cast
 
-from megatron_runtime.wire.codec import Frames
-from megatron_runtime.wire.zmtp import frames
-from megatron_runtime.wire.zmtp.frames import COMMAND, GREETING_BYTES, LONG, LONG_HEADER_BYTES, MORE
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.frames import COMMAND, GREETING_BYTES, LONG, LONG_HEADER_BYTES, MORE
 
 _READY = frames.frame(COMMAND, frames.command(b"READY", frames.properties([(b"Socket-Type", b"DEALER")])))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.quoting import shown
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
+from megatron_runtime.checkpoints.quoting import shown
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families.base import MAX_ALL_EXPERTS, Family, Fields
 from megatron_runtime.models.families.gemma import GEMMA3

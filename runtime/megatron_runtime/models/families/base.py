@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.quoting import shown
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
+from megatron_runtime.checkpoints.quoting import shown
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 
 Traits = dict[str, Any]

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_runtime.loading.checkpoint import UnsupportedModelError
-from megatron_runtime.loading.quoting import shown
+from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
+from megatron_runtime.checkpoints.quoting import shown
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
 from megatron_runtime.models.families.base import Fields
 

@@ -1,0 +1,78 @@
+"""What numba lacks for threads: words of memory by address, atomic addition, semaphores of the C library."""
+
+from __future__ import annotations
+
+from llvmlite import ir
+from numba import types
+
+from megatron_kernels.cpu.ir import I32, I64, Code, compiled, function
+from megatron_kernels.cpu.sizes import SPINS_AT
+
+sem_init = types.ExternalFunction("sem_init", types.int32(types.int64, types.int32, types.uint32))
+sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
+_sem_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
+_sem_trywait = types.ExternalFunction("sem_trywait", types.int32(types.int64))
+_sched_yield = types.ExternalFunction("sched_yield", types.int32())
+
+
+@function(I64, address=I64, amount=I64)
+def fetch_add(code: Code, a: dict[str, ir.Value]) -> ir.Value:
+    """Add to the word there, for all threads at once; return what it was."""
+    pointer = code.b.inttoptr(a["address"], I64.as_pointer())
+    return code.b.atomic_rmw("add", pointer, a["amount"], "seq_cst")
+
+
+@function(I64, address=I64)
+def read(code: Code, a: dict[str, ir.Value]) -> ir.Value:
+    """The word there; what its writer wrote before is seen after."""
+    pointer = code.b.inttoptr(a["address"], I64.as_pointer())
+    return code.b.load_atomic(pointer, "acquire", 8, typ=I64)
+
+
+@function(address=I64, value=I64)
+def write(code: Code, a: dict[str, ir.Value]) -> None:
+    """Set the word there; what was written before is seen by who reads it."""
+    code.b.store_atomic(a["value"], code.b.inttoptr(a["address"], I64.as_pointer()), "release", 8)
+
+
+@function(I32, address=I64)
+def read_int32(code: Code, a: dict[str, ir.Value]) -> ir.Value:
+    return code.load(I32, a["address"])
+
+
+@function()
+def pause(code: Code, _: dict[str, ir.Value]) -> None:
+    """Tell the processor that this is a loop that waits."""
+    code.call("llvm.x86.sse2.pause", ir.VoidType())
+
+
+@compiled
+def barrier(address, threads):
+    """Return when all threads have come.
+
+    `address`: of arrivals and generation, both 0 at first, and of how often who waits looks again before it offers its
+    processor to other threads.
+    """
+    generation, most = read(address + 8), read(address + 16)
+    if fetch_add(address, 1) == threads - 1:
+        write(address, 0)
+        fetch_add(address + 8, 1)
+        return
+    spins = 0
+    while read(address + 8) == generation:
+        spins += 1
+        if spins < most:
+            pause()
+        else:
+            _sched_yield()
+
+
+@compiled
+def wait(semaphore):
+    """Take one from the semaphore, asleep after a while."""
+    for _ in range(read(semaphore + SPINS_AT)):
+        if _sem_trywait(semaphore) == 0:
+            return
+        pause()
+    while _sem_wait(semaphore) != 0:
+        continue

@@ -1,0 +1,71 @@
+"""Sizes that change how fast a step is, and nothing else: chosen when an engine is made. No numba."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+
+from megatron_kernels.cpu.records import BFLOAT16, FLOAT32, INT4
+from megatron_kernels.cpu.sizes import MOST_INT4_ROWS, MOST_INT8_ROWS, MOST_ROWS
+from megatron_kernels.cpu.switches import InvalidSwitchError, Switch, is_on
+
+TUNING_VARIABLE = "MEGATRON_NATIVE_TUNING"
+"""name=number,…: other values than the defaults, for benchmarks."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """Defaults were chosen on processors with AVX2; `bench/switches.py --tuning` measures others.
+
+    tile_rows:    most rows of activations that share one reading of a weight; a format's own limit holds, too.
+    ahead:        bytes before they are needed, weights are asked for.
+    private_rows: up to so many rows every thread prepares the inputs of a product for itself: cheaper than a barrier.
+    pieces:       pieces of a product for each thread.
+    query_block:  tokens of a prompt that share one gathering of the keys.
+    spins:        rounds of a wait before the processor is offered to other threads: a few microseconds, longer than two
+                  threads of a step are usually apart, and no worse than a wake-up where the other was descheduled.
+    """
+
+    tile_rows: int = MOST_ROWS
+    ahead: int = 2048
+    private_rows: int = 4
+    pieces: int = 8
+    query_block: int = 48
+    spins: int = 2000
+
+    def rows_of(self, form: int) -> int:
+        """Of a tile of this format."""
+        if form in (FLOAT32, BFLOAT16):
+            return min(self.tile_rows, MOST_ROWS)
+        return min(self.tile_rows, MOST_INT4_ROWS if form == INT4 else MOST_INT8_ROWS)
+
+
+_LEAST = Tuning(tile_rows=1, ahead=0, private_rows=0, pieces=1, query_block=1, spins=0)
+_SWITCHES = {
+    "tile_rows": Switch.TILES,
+    "ahead": Switch.PREFETCH,
+    "private_rows": Switch.PRIVATE_INPUTS,
+    "pieces": Switch.TICKETS,
+    "query_block": Switch.SHARED_KEYS,
+    "spins": Switch.SPIN,
+}
+
+
+def tuning(environment: Mapping[str, str] = os.environ) -> Tuning:
+    """As the switches and TUNING_VARIABLE say.
+
+    Raises InvalidSwitchError naming the variable, its value and the remedy.
+    """
+    found = Tuning()
+    for item in filter(None, environment.get(TUNING_VARIABLE, "").split(",")):
+        name, _, value = item.partition("=")
+        known = [field.name for field in fields(Tuning)]
+        if name not in known or not value.isdecimal() or int(value) < getattr(_LEAST, name):
+            raise InvalidSwitchError(
+                f"{TUNING_VARIABLE} has {item!r}: want name=number with {', '.join(known)}, each at least "
+                f"{', '.join(str(getattr(_LEAST, each)) for each in known)}"
+            )
+        found = replace(found, **{name: int(value)})
+    off = {name: getattr(_LEAST, name) for name, switch in _SWITCHES.items() if not is_on(switch, environment)}
+    return replace(found, **off)

@@ -1,0 +1,1 @@
+"""A deterministic backend with fault injection, for tests and benchmarks."""

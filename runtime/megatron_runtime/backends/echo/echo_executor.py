@@ -1,0 +1,172 @@
+"""An executor without a model: the next token is a hash of all tokens so far, read back from its paged cache.
+
+It costs microseconds and is exact, so that everything around the arithmetic can be tested and measured: a page mapped
+wrongly, a token lost or doubled, a request continued in the wrong place all change the answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+import zlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
+from megatron_runtime.engine.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
+from megatron_runtime.sampling.batch import NO_LOG_PROBS
+from megatron_runtime.sampling.log_probs import LogProbs
+
+
+def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, weights: int = 0) -> int:
+    """The token that follows `tokens`: never 0, which ends a sequence. Other weights answer otherwise."""
+    digest = zlib.crc32(np.asarray(tokens, dtype="<i4").tobytes(), weights)
+    return 1 + digest % (vocab_size - 1)
+
+
+def echo_weights(source: str) -> int:
+    """What stands in for the weights at `source`: equal for equal names; 0, as at the start, for "echo"."""
+    return 0 if source == "echo" else zlib.crc32(source.encode())
+
+
+def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000, weights: int = 0) -> list[int]:
+    """What an echo engine answers to `prompt`."""
+    tokens = list(prompt)
+    for _ in range(length):
+        tokens.append(echo_token(tokens, vocab_size, weights))
+    return tokens[len(prompt) :]
+
+
+def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
+    """An echo leaves nothing to chance: every token has the probability 1."""
+    zeros = np.zeros(len(tokens), np.float32)
+    return LogProbs(zeros, tokens[:, None], zeros[:, None])
+
+
+def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
+    """The next token at or after `token`, around the end, that a structured answer may have there."""
+    ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
+    return int(ids[np.searchsorted(ids, token) % len(ids)])
+
+
+class EchoExecutor:
+    """Implements Executor.
+
+    step_seconds: how long a step takes, to stand in for arithmetic.
+    faults:       steps that fail or are slow, and requests that end the process.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab_size: int = 50_000,
+        max_sequence_length: int = 4096,
+        page_size: int = 16,
+        num_pages: int = 4097,
+        step_seconds: float = 0.0,
+        faults: Faults | None = None,
+    ) -> None:
+        self.vocab_size = vocab_size
+        self.eos_ids: tuple[int, ...] = (0,)
+        self.max_sequence_length = max_sequence_length
+        self.page_size = page_size
+        self.num_pages = num_pages
+        self._step_seconds = step_seconds
+        self._faults = faults or Faults()
+        self._steps = 0
+        self.has_weights = False
+        self._weights = 0
+        self._staged: int | None = None
+        self._cache: np.ndarray | None = None
+        self._kept: tuple[Int64, np.ndarray] | None = None
+
+    @property
+    def digest(self) -> str:
+        return f"{self._weights:08x}" if self.has_weights else ""
+
+    def load(self) -> None:
+        self.has_weights = True
+        if self._cache is None:
+            self._cache = np.full(self.num_pages * self.page_size, -1, dtype=np.int32)
+            if self._kept is not None:
+                pages, values = self._kept
+                self._pages()[pages] = values
+                self._kept = None
+
+    def release_weights(self) -> None:
+        self.has_weights = False
+        self._staged = None
+
+    def release_kv(self, keep_pages: Int64 | None) -> None:
+        if self._cache is not None and keep_pages is not None:
+            self._kept = keep_pages, self._pages()[keep_pages]
+        self._cache = None
+
+    def use_source(self, source: str) -> None:
+        self._weights = echo_weights(source)
+
+    def stage_weights(self, source: str) -> None:
+        self._staged = echo_weights(source)
+
+    def swap_weights(self) -> None:
+        if self._staged is None:
+            raise RuntimeError("swap_weights() without staged weights: stage_weights() first")
+        self._weights, self._staged = self._staged, None
+
+    def drop_staged(self) -> None:
+        self._staged = None
+
+    def profile(self, active: bool) -> None:
+        raise NoCudaProfilerError("the echo executor")
+
+    def _pages(self) -> np.ndarray:
+        assert self._cache is not None
+        return self._cache.reshape(self.num_pages, self.page_size)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self._cache is None or not self.has_weights:
+            raise RuntimeError("execute() before load()")
+        self._take_time()
+        self._cache[plan.slot_mapping] = plan.token_ids
+        self._crash_if_poisoned(plan)
+        tokens = np.full(len(plan.query_lengths), -1, dtype=np.int32)
+        offsets = np.arange(self.page_size)
+        for row in np.flatnonzero(plan.needs_sample):
+            length = plan.context_lengths[row]
+            pages = plan.block_tables[row, : -(-length // self.page_size)]
+            slots = (pages[:, None] * self.page_size + offsets).ravel()[:length]
+            tokens[row] = echo_token(self._cache[slots], self.vocab_size, self._weights)
+            edits = plan.sampling.edits.get(int(row))
+            if edits is not None and edits.allowed is not None:
+                tokens[row] = _nearest_allowed(int(tokens[row]), edits.allowed)
+        sampling = plan.sampling
+        wanted = np.flatnonzero(plan.needs_sample & (sampling.num_log_probs != NO_LOG_PROBS))
+        return StepResult(
+            tokens,
+            {row: _certain(tokens[row : row + 1]) for row in wanted.tolist()},
+            {row: _certain(targets) for row, targets in sampling.prompt_targets.items()},
+        )
+
+    def _crash_if_poisoned(self, plan: StepPlan) -> None:
+        """End the process if a row of this step is the request of a CrashOnToken fault."""
+        assert self._cache is not None
+        for fault in self._faults.of(CrashOnToken):
+            first = self._cache[plan.block_tables[:, 0] * self.page_size]
+            if np.any((first == fault.token) & (plan.context_lengths >= fault.length)):
+                if fault.signal == "SIGKILL":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                ctypes.string_at(0)
+
+    def _take_time(self) -> None:
+        """Stand in for arithmetic, with the faults of this step."""
+        self._steps += 1
+        seconds = self._step_seconds
+        seconds += sum(fault.seconds for fault in self._faults.of(SlowStep) if self._steps % fault.every == 0)
+        if seconds:
+            time.sleep(seconds)
+        if any(fault.at == self._steps for fault in self._faults.of(FailStep)):
+            raise InjectedFaultError(f"step {self._steps} fails as told")

@@ -1,0 +1,1 @@
+"""The native engine: scheduler, KV cache, step plans and executors."""

@@ -1,0 +1,1 @@
+"""KV pages, the prefix cache and the slots of open requests."""

@@ -1,0 +1,297 @@
+"""Requests that hold a slot: their tokens, parameters and pages, as columns indexed by slot. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
+from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
+from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
+from megatron_runtime.requests.errors import (
+    ActiveRequestCountOverflowError,
+    BlockOverflowError,
+    MaxSequenceLengthOverflowError,
+    RequestOverflowError,
+    RequestRefusedError,
+    TensorStateDeallocatedError,
+    TokenOverflowError,
+)
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.sampling.columns import SamplingColumns
+
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
+__all__ = [
+    "ActiveRequestCountOverflowError",
+    "BlockOverflowError",
+    "DynamicInferenceContext",
+    "MaxSequenceLengthOverflowError",
+    "RequestOverflowError",
+    "RequestRefusedError",
+    "TensorStateDeallocatedError",
+    "TokenOverflowError",
+]
+
+Slots = npt.NDArray[np.int64]
+Int32 = npt.NDArray[np.int32]
+
+
+class Admission(Protocol):
+    """What the context reads of a request that gets a slot."""
+
+    tokens: Int32
+    digests: list[bytes]
+    stop_ids: frozenset[int]
+
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def params(self) -> SamplingParams: ...
+    @property
+    def seed(self) -> int: ...
+    @property
+    def grammar(self) -> GrammarState | None: ...
+
+
+@dataclass(slots=True)
+class _Chain:
+    """Complete blocks of a slot's prompt: `keys` of all that are to be findable, `blocks` that are, the first ones."""
+
+    keys: list[bytes]
+    blocks: list[CachedBlock]
+
+    def missing(self) -> list[bytes]:
+        return self.keys[len(self.blocks) :]
+
+
+class DynamicInferenceContext:
+    """Columns by slot. A slot is taken at admission and freed with its pages when the request ends or is preempted.
+
+    tokens:       int32 [slots, max_sequence_length]; prompt, then generated.
+    num_tokens:   int32 [slots]; how many of them there are.
+    num_computed: int32 [slots]; how many of them are in the KV cache.
+    num_pages:    int32 [slots]; pages held.
+    block_tables: int32 [slots, pages per sequence]; the dummy page where nothing is held.
+
+    A block is `block_size_tokens` tokens of a prompt, the unit in which KV is shared.
+    """
+
+    def __init__(self, config: InferenceConfig, *, max_sequence_length: int, page_size: int, num_pages: int) -> None:
+        self.page_size = page_size
+        self.block_size = config.block_size_tokens
+        self.max_requests = slots = config.request_slots
+        self.allocator = BlockAllocator(num_pages)
+        self.caches_prefixes = config.enable_prefix_caching
+        if self.caches_prefixes and self.block_size % page_size:
+            raise InvalidConfigError(
+                "block_size_tokens", self.block_size, f"want a multiple of {page_size}, the tokens of a KV page"
+            )
+        self.prefix_cache = PrefixCache(
+            self.allocator,
+            config.prefix_caching_eviction_policy,
+            pages_per_block=max(1, self.block_size // page_size),
+        )
+        self.max_sequence_length = min(max_sequence_length, self.allocator.num_usable * page_size)
+        pages = -(-self.max_sequence_length // page_size)
+        self.tokens = np.zeros((slots, self.max_sequence_length), dtype=np.int32)
+        self.num_tokens = np.zeros(slots, dtype=np.int32)
+        self.num_computed = np.zeros(slots, dtype=np.int32)
+        self.num_pages = np.zeros(slots, dtype=np.int32)
+        self.prompt_length = np.zeros(slots, dtype=np.int32)
+        self.block_tables = np.full((slots, pages), self.allocator.dummy, dtype=np.int32)
+        self.sampling = SamplingColumns(slots)
+        self._free_slots = list(range(slots))[::-1]
+        self._chains: dict[int, _Chain] = {}
+        self._computing: dict[bytes, int] = {}
+        """Blocks that a slot is to compute, by digest."""
+
+    # --- slots --------------------------------------------------------------------------------------------------
+
+    @property
+    def has_free_slot(self) -> bool:
+        return bool(self._free_slots)
+
+    @property
+    def usage(self) -> float:
+        """Share of the usable pages that requests hold, 0 to 1; a shared page counts once."""
+        return self.allocator.num_held / self.allocator.num_usable
+
+    def taken_slots(self) -> list[int]:
+        return sorted(self._chains)
+
+    def tokens_left(self, slots: Slots) -> Int32:
+        """Tokens of each slot that are not in the KV cache yet."""
+        left: Int32 = self.num_tokens[slots] - self.num_computed[slots]
+        return left
+
+    def tokens_of(self, slot: int) -> Int32:
+        tokens: Int32 = self.tokens[slot, : self.num_tokens[slot]]
+        return tokens
+
+    def admit(self, request: Admission, matched: Sequence[CachedBlock], *, spare_pages: int) -> int | None:
+        """Take a slot, with pages for all its tokens, the first of them from `matched`, as match() returned it.
+
+        None, and nothing taken, where that would leave fewer than `spare_pages`.
+        """
+        if not self.has_room(request, matched, spare_pages=spare_pages):
+            return None
+        tokens = request.tokens
+        shared = self.prefix_cache.pin(matched)
+        new = self.prefix_cache.allocate(self._pages_for(len(tokens)) - len(shared))
+        assert new is not None, "pages were counted before"
+        slot = self._free_slots.pop()
+        pages = np.concatenate([shared, new])
+        self.block_tables[slot, : len(pages)] = pages
+        self.num_pages[slot] = len(pages)
+        self.tokens[slot, : len(tokens)] = tokens
+        self.num_tokens[slot] = len(tokens)
+        self.num_computed[slot] = self.tokens_of_blocks(matched)
+        self.prompt_length[slot] = request.prompt_length
+        self.sampling.admit(
+            slot,
+            request.params,
+            seed=request.seed,
+            prompt=tokens[: request.prompt_length],
+            generated=tokens[request.prompt_length :],
+            stop_ids=request.stop_ids,
+            grammar=request.grammar,
+        )
+        chain = _Chain(request.digests, list(matched))
+        self._chains[slot] = chain
+        for digest in chain.missing():
+            if digest not in self.prefix_cache:
+                self._computing.setdefault(digest, slot)
+        return slot
+
+    def has_room(
+        self, request: Admission, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
+    ) -> bool:
+        """Whether admit() would take `request`, once the slots `without` were released."""
+        available = self.prefix_cache.num_available(matched)
+        if without is not None and len(without):
+            pages, owners = np.unique(
+                np.concatenate([self.block_tables[slot, : self.num_pages[slot]] for slot in without]),
+                return_counts=True,
+            )
+            freed = pages[self.allocator.references[pages] == owners]
+            # A matched block that only these slots hold is either pinned then, or forgotten and computed again.
+            kept = [block.pages for block in matched]
+            available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
+        elif not self._free_slots:
+            return False
+        needed = self._pages_for(len(request.tokens)) - len(matched) * self.prefix_cache.pages_per_block
+        return needed + spare_pages <= available
+
+    def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
+        """Indices in `slots` of those that have no page for their newest token."""
+        return np.flatnonzero(self.num_tokens[slots] > self.num_pages[slots] * self.page_size)
+
+    def grow(self, slot: int) -> bool:
+        """One more page. False, and nothing taken, when there is none."""
+        page = self.prefix_cache.allocate(1)
+        if page is None:
+            return False
+        self.block_tables[slot, self.num_pages[slot]] = page[0]
+        self.num_pages[slot] += 1
+        return True
+
+    def append(self, slots: Slots, tokens: Int32) -> None:
+        """One more token for each of `slots`."""
+        self.tokens[slots, self.num_tokens[slots]] = tokens
+        self.num_tokens[slots] += 1
+        self.sampling.append(slots, tokens)
+
+    def release(self, slot: int) -> None:
+        """Free the slot and its pages."""
+        held = int(self.num_pages[slot])
+        self._stop_computing(slot)
+        del self._chains[slot]
+        self.sampling.release(slot)
+        self.prefix_cache.release(self.block_tables[slot, :held].copy())
+        self.block_tables[slot, :held] = self.allocator.dummy
+        self.num_pages[slot] = 0
+        self.num_computed[slot] = 0
+        self.num_tokens[slot] = 0
+        self._free_slots.append(slot)
+
+    def _pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page_size)
+
+    # --- prefix cache -------------------------------------------------------------------------------------------
+
+    def tokens_of_blocks(self, blocks: Sequence[CachedBlock]) -> int:
+        return len(blocks) * self.block_size
+
+    def match(self, digests: Sequence[bytes], num_tokens: int) -> list[CachedBlock]:
+        """Cached blocks that a sequence of `num_tokens` begins with. At least two tokens are left to compute."""
+        return self.prefix_cache.find(self._usable(digests, num_tokens))
+
+    def is_being_computed(self, digests: Sequence[bytes], num_tokens: int, *, num_matched: int) -> bool:
+        """A slot is about to make the block after the matched ones findable: it pays to wait for it."""
+        usable = self._usable(digests, num_tokens)
+        return num_matched < len(usable) and usable[num_matched] in self._computing
+
+    def _usable(self, digests: Sequence[bytes], num_tokens: int) -> Sequence[bytes]:
+        return digests[: max(0, num_tokens - 2) // self.block_size]
+
+    def register_computed(self, slots: Slots) -> None:
+        """Make complete blocks of the prompts of `slots` findable; call it after the step that computed them."""
+        pages_per_block = self.prefix_cache.pages_per_block
+        for slot in slots.tolist():
+            chain = self._chains[slot]
+            while chain.missing() and (len(chain.blocks) + 1) * self.block_size <= self.num_computed[slot]:
+                first = len(chain.blocks) * pages_per_block
+                pages = self.block_tables[slot, first : first + pages_per_block]
+                key = chain.keys[len(chain.blocks)]
+                block = self.prefix_cache.register(key, pages, chain.blocks[-1] if chain.blocks else None)
+                if self._computing.get(key) == slot:
+                    del self._computing[key]
+                if block is None:
+                    self._stop_computing(slot)
+                    break
+                chain.blocks.append(block)
+
+    def _stop_computing(self, slot: int) -> None:
+        """This slot makes no more blocks findable."""
+        chain = self._chains[slot]
+        for digest in chain.missing():
+            if self._computing.get(digest) == slot:
+                del self._computing[digest]
+        chain.keys = chain.keys[: len(chain.blocks)]
+
+    def clear_prefix_cache(self) -> None:
+        """Forget what blocks hold: the weights have changed. What slots are computing is not made findable either."""
+        for slot in self._chains:
+            self._stop_computing(slot)
+        self.prefix_cache.clear()
+
+    def held_pages(self) -> npt.NDArray[np.int64]:
+        """Pages with KV that somebody may read again: of slots, and of cached blocks."""
+        return np.flatnonzero((self.allocator.references > 0) | self.allocator.kept)
+
+    # --- introspection ------------------------------------------------------------------------------------------
+
+    def check_integrity(self) -> None:
+        """Pages, slots and the prefix cache agree. Raises AssertionError."""
+        held = [self.block_tables[slot, : self.num_pages[slot]] for slot in self._chains]
+        self.allocator.check_integrity(np.concatenate([np.empty(0, np.int32), *held]))
+        self.prefix_cache.check_integrity()
+        slots = sorted([*self._free_slots, *self._chains])
+        if slots != list(range(self.max_requests)):
+            raise AssertionError(f"slots not held exactly once: {slots}")
+        for slot, chain in self._chains.items():
+            if self.num_computed[slot] > self.num_pages[slot] * self.page_size:
+                raise AssertionError(f"slot {slot} computed {self.num_computed[slot]} tokens, more than its pages hold")
+            for index, block in enumerate(chain.blocks):
+                first = index * len(block.pages)
+                if (self.block_tables[slot, first : first + len(block.pages)] != block.pages).any():
+                    raise AssertionError(f"slot {slot} does not hold its cached block {index}")
+        for digest, slot in self._computing.items():
+            if digest not in self._chains[slot].missing():
+                raise AssertionError(f"slot {slot} is said to compute a block that it does not")

@@ -1,0 +1,285 @@
+"""Weights from a GGUF file, quantised as they are or dequantised.
+
+llama.cpp stores some things otherwise than transformers, and they are given as transformers has them: the rows of q and
+k of some families lie in rotary pairs, the experts of a layer are one tensor, and norms have their offset added.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Container, Iterator
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron_kernels.quantized import (
+    BLOCK_SIZES,
+    KIND_NAMES,
+    PLAIN_DTYPES,
+    QuantizedTensor,
+    dequantize,
+)
+from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
+from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
+from megatron_runtime.checkpoints.mapped import MappedFile
+from megatron_runtime.checkpoints.model_files import ModelFile
+from megatron_runtime.checkpoints.quoting import escaped, shown
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
+from megatron_runtime.models.families.base import Family, Fields
+from megatron_runtime.models.families.rope import scaling_of_factors
+
+_FACTORS = "rope_freqs.weight"
+_GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
+_LAYER_NAMES = {
+    "attn_norm.weight": "attention_norm",
+    "attn_q.weight": "q",
+    "attn_k.weight": "k",
+    "attn_v.weight": "v",
+    "attn_q.bias": "q_bias",
+    "attn_k.bias": "k_bias",
+    "attn_v.bias": "v_bias",
+    "attn_q_norm.weight": "q_norm",
+    "attn_k_norm.weight": "k_norm",
+    "attn_output.weight": "output",
+    "post_attention_norm.weight": "attention_output_norm",
+    "ffn_norm.weight": "mlp_norm",
+    "post_ffw_norm.weight": "mlp_output_norm",
+    "ffn_gate.weight": "gate",
+    "ffn_up.weight": "up",
+    "ffn_down.weight": "down",
+    "ffn_gate_inp.weight": "router",
+    "ffn_gate_exps.weight": "experts.gate",
+    "ffn_up_exps.weight": "experts.up",
+    "ffn_down_exps.weight": "experts.down",
+}
+_ARCHITECTURE_FIELDS = (
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "expert_count",
+    "expert_feed_forward_length",
+    "expert_used_count",
+    "feed_forward_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.factor",
+    "rope.scaling.type",
+)
+_METADATA_KEYS = (
+    "general.architecture",
+    *(f"{architecture}.{field}" for architecture in GGUF_ARCHITECTURES for field in _ARCHITECTURE_FIELDS),
+    *(f"tokenizer.ggml.{name}_token_id" for name in ("bos", "eos", "eot")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """Where one tensor of transformers lies.
+
+    paired_heads: heads whose rows lie in rotary pairs. less: to be taken from its values.
+    """
+
+    kind: int
+    shape: tuple[int, ...]
+    offset: int
+    paired_heads: int | None = None
+    less: float = 0.0
+
+    @property
+    def row_bytes(self) -> int:
+        values, size = BLOCK_SIZES[self.kind]
+        return self.shape[-1] // values * size
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape[:-1]) * self.row_bytes
+
+
+class GGUFCheckpoint:
+    """A model in a .gguf file. Making one reads the headers."""
+
+    def __init__(self, path: Path) -> None:
+        file = ModelFile(path)
+        self._file = MappedFile(file)
+        status = file.status()
+        metadata, index = _index(path, (status.st_ino, status.st_size, status.st_mtime_ns))
+        _require_whole(path, index, status.st_size)
+        architecture = metadata.get("general.architecture")
+        prefix = f"{architecture}."
+        fields = Fields(
+            {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)},
+            where=str(path),
+        )
+        family = family_of_gguf(architecture, is_mixture=bool(fields.get("expert_count", 0)), where=str(path))
+        infos = {info.name: info for info in index}
+        self.config = self._with_factors(_read_config(family, fields, metadata, infos), infos.get(_FACTORS))
+        self._entries = dict(_entries(index, family, self.config, path))
+        self.kinds = {
+            name: TensorKind(entry.shape, PLAIN_DTYPES.get(entry.kind, torch.float32))
+            for name, entry in self._entries.items()
+        }
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """Float32 values; F16 and BF16 tensors keep their type."""
+        entry = self._entries[name]
+        if len(entry.shape) == 1:
+            values = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape)
+            return (values - entry.less if entry.less else values)[part]
+        rows = self._rows(entry, part[:1])
+        values = dequantize(entry.kind, rows, (len(rows), entry.shape[1]))
+        return values[:, part[1]] if len(part) > 1 else values
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        entry = self._entries[name]
+        if entry.kind in PLAIN_DTYPES or entry.kind not in wanted or len(entry.shape) != 2:
+            return None
+        if len(part) > 1:
+            start, stop, _ = part[1].indices(entry.shape[1])
+            values = BLOCK_SIZES[entry.kind][0]
+            if start % values or stop % values:
+                return None
+        rows = self._rows(entry, part[:1])
+        whole = QuantizedTensor(entry.kind, (len(rows), entry.shape[1]), rows)
+        return whole.columns(part[1]) if len(part) > 1 else whole
+
+    def _with_factors(self, config: ModelConfig, info: GGUFTensorInfo | None) -> ModelConfig:
+        """With the rope scaling that the file holds as a tensor, where it does."""
+        if info is None:
+            return config
+        if info.shape != (config.head_dim // 2,) or info.kind not in PLAIN_DTYPES:
+            raise UnsupportedModelError(
+                f"tensor {_FACTORS!r} of {self._file.file.path} has shape {info.shape} and type number {info.kind}: "
+                f"want one value for each of {config.head_dim // 2} pairs"
+            )
+        entry = _Entry(info.kind, info.shape, info.offset)
+        factors = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape).tolist()
+        scaling = scaling_of_factors(
+            factors, theta=config.rope_theta, head_dim=config.head_dim, where=str(self._file.file.path)
+        )
+        return replace(config, rope_scaling=scaling)
+
+    def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
+        """Blocks of some rows, uint8 [rows, bytes of one]; in the order of transformers."""
+        start, stop, _ = (part or (slice(None),))[0].indices(entry.shape[0])
+        if entry.paired_heads is None:
+            piece = self._file.piece(entry.offset + start * entry.row_bytes, (stop - start) * entry.row_bytes)
+            return piece.view(stop - start, entry.row_bytes)
+        order = torch.arange(entry.shape[0]).view(entry.paired_heads, -1, 2).transpose(1, 2).reshape(-1)
+        blocks = self._file.piece(entry.offset, entry.num_bytes).view(entry.shape[0], entry.row_bytes)
+        return blocks[order[start:stop]]
+
+
+@lru_cache(maxsize=8)
+def _index(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
+    """Headers are gone through once for each version of a file: a vocabulary in them takes a tenth of a second."""
+    return read_gguf_index(path, keys=_METADATA_KEYS)
+
+
+def _read_config(
+    family: Family, fields: Fields, metadata: dict[str, Any], index: dict[str, GGUFTensorInfo]
+) -> ModelConfig:
+    if "token_embd.weight" not in index:
+        raise UnsupportedModelError(f"{fields.where} has no tensor 'token_embd.weight', which every model needs")
+    tokens = Fields(metadata, where=fields.where)
+    ends = (tokens.token(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot"))
+    return config_from_gguf(
+        family,
+        fields,
+        vocab_size=index["token_embd.weight"].shape[0],
+        tie_embeddings="output.weight" not in index,
+        ends=tuple(dict.fromkeys(end for end in ends if end is not None)),
+        bos=tokens.token("tokenizer.ggml.bos_token_id"),
+    )
+
+
+def _entries(
+    index: tuple[GGUFTensorInfo, ...], family: Family, config: ModelConfig, path: Path
+) -> Iterator[tuple[str, _Entry]]:
+    heads = {"q": config.num_heads, "k": config.num_kv_heads} if family.pairs_rotary_rows else {}
+    unknown = []
+    for info in index:
+        if info.name == _FACTORS:
+            continue
+        own = _own_name(info.name)
+        short = own.split(".", 2)[-1] if own is not None else None
+        if own is None or (own.startswith("layers.") and short not in family.layer_names):
+            unknown.append(info.name)
+            continue
+        if short is not None and short.startswith("experts."):
+            if config.moe is None or info.shape[0] != config.moe.num_experts:
+                raise UnsupportedModelError(
+                    f"tensor {shown(info.name)} of {path} has shape {info.shape}: the model has "
+                    f"{config.moe.num_experts if config.moe else 0} experts a layer"
+                )
+            yield from _experts(info, own, family)
+            continue
+        is_norm = own.endswith("norm")
+        yield (
+            family.hf_name(own),
+            _Entry(
+                info.kind,
+                info.shape,
+                info.offset,
+                paired_heads=heads.get(short or ""),
+                less=config.norm_weight_offset if is_norm else 0.0,
+            ),
+        )
+    if unknown:
+        raise UnsupportedModelError(
+            f"{path} holds tensors that a {family.architecture} has not: {', '.join(map(escaped, sorted(unknown)[:8]))}"
+        )
+
+
+def _experts(info: GGUFTensorInfo, own: str, family: Family) -> Iterator[tuple[str, _Entry]]:
+    count, *shape = info.shape
+    values, size = BLOCK_SIZES[info.kind]
+    layer, _, what = own.rpartition("experts.")
+    for expert in range(count):
+        offset = info.offset + expert * prod(shape) // values * size
+        yield family.hf_name(f"{layer}experts.{expert}.{what}"), _Entry(info.kind, tuple(shape), offset)
+
+
+def _own_name(name: str) -> str | None:
+    if name in _GLOBAL_NAMES:
+        return _GLOBAL_NAMES[name]
+    match = re.fullmatch(r"blk\.(\d+)\.(.+)", name)
+    if match is None or match[2] not in _LAYER_NAMES:
+        return None
+    return f"layers.{match[1]}.{_LAYER_NAMES[match[2]]}"
+
+
+def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> None:
+    """Every tensor is of a known type, in whole blocks, in the file of `size` bytes, and there once."""
+    names: set[str] = set()
+    for info in index:
+        if info.name in names:
+            raise GGUFFormatError(f"{path} has tensor {shown(info.name)} twice: write the file again")
+        names.add(info.name)
+        if info.kind not in BLOCK_SIZES:
+            raise UnsupportedModelError(
+                f"tensor {shown(info.name)} of {path} has type number {info.kind}: supported are "
+                f"{', '.join(KIND_NAMES.values())}"
+            )
+        values, block = BLOCK_SIZES[info.kind]
+        if not info.shape or info.shape[-1] % values or not all(info.shape):
+            raise GGUFFormatError(
+                f"tensor {shown(info.name)} of {path} has shape {info.shape}: rows of {values} expected"
+            )
+        end = info.offset + prod(info.shape) // values * block
+        if end > size:
+            raise GGUFFormatError(
+                f"{path} is cut short: tensor {shown(info.name)} ends at byte {end}, the file has {size}: "
+                "fetch it again"
+            )

@@ -1,0 +1,203 @@
+"""Files of a model, opened only inside the directory of the model. No torch.
+
+A model directory may come from a stranger. A link in it can name any file that this process may read, such as a
+private key or /proc/self/environ, and the content of some files reaches clients. So every reader of model files opens
+them here:
+
+- A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
+  Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
+- A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`.
+- The directory itself may be a link, or be below one: it is resolved once. What the caller names is trusted.
+- FIFOs, devices and sockets are refused, and files that are read whole have a size limit.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import stat
+import unicodedata
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from megatron_runtime.checkpoints.quoting import shown
+
+MAX_METADATA_BYTES = 16 << 20
+"""Of config.json and the other small files."""
+MAX_INDEX_BYTES = 64 << 20
+"""Of model.safetensors.index.json, of the header of a .safetensors file, and of the index of a Megatron checkpoint."""
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Of tokenizer.json and the other files of a vocabulary."""
+MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
+"""Of the JSON document in such a file: each takes up to a hundred bytes of memory once it is parsed."""
+MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
+
+_COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
+_OPENED = Path("/proc/self/fd")
+
+
+class ModelFileError(ValueError):
+    """A file of a model must not be read, or is not what it should be. The message names it and the remedy."""
+
+
+class UnsafeNameError(ValueError):
+    """A file name that leads out of its directory, or that not every file system can hold. The message says why."""
+
+
+def require_safe_name(name: object) -> str:
+    """Return `name` if it is a relative path that stays below the directory it is joined to. Raises UnsafeNameError."""
+    if not isinstance(name, str) or not name:
+        raise UnsafeNameError(f"the file name {shown(name)} is not a non-empty string")
+    reason = ""
+    if name.startswith("/"):
+        reason = "is absolute"
+    elif any(part in ("", ".", "..") for part in name.split("/")):
+        reason = "has an empty part or one that is '.' or '..'"
+    elif "\\" in name or not all(char.isprintable() or unicodedata.category(char) == "Zs" for char in name):
+        reason = "has a backslash or a character that cannot be printed"
+    elif len(name.encode()) > MAX_NAME_BYTES or any(len(part.encode()) > MAX_PART_BYTES for part in name.split("/")):
+        reason = f"is longer than {MAX_NAME_BYTES} bytes, or a part of it than {MAX_PART_BYTES}"
+    if reason:
+        raise UnsafeNameError(f"the file name {shown(name)} {reason}: want a relative path below the directory")
+    return name
+
+
+def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
+    """Return the JSON object in `data`, which has at most so many elements. Raises ModelFileError naming `where`."""
+    if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
+        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is no file of a model")
+    try:
+        values = json.loads(data.decode())
+    except (ValueError, RecursionError) as error:
+        raise ModelFileError(f"{where} is not valid JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ModelFileError(f"{where} holds {type(values).__name__}: want a JSON object")
+    return values
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """One file of a model.
+
+    path: as it is named.
+    root: the resolved directory that it must be in; None for a file that the caller named by itself.
+    """
+
+    path: Path
+    root: Path | None = None
+
+    def open(self) -> BinaryIO:
+        """Open the file for reading. Raises ModelFileError, OSError."""
+        target = self._target()
+        opened = os.open(target, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (os.O_NOFOLLOW if self.root else 0))
+        try:
+            self._require_regular(os.fstat(opened))
+            # A directory on the way may have become a link since it was resolved.
+            if self.root is not None and _OPENED.is_dir():
+                self._require_inside(os.readlink(_OPENED / str(opened)).removesuffix(" (deleted)"))
+        except BaseException:
+            os.close(opened)
+            raise
+        return os.fdopen(opened, "rb")
+
+    def status(self) -> os.stat_result:
+        """Raises ModelFileError, OSError."""
+        found = os.stat(self._target())
+        self._require_regular(found)
+        return found
+
+    def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
+        """The whole file. limit: in bytes. Raises ModelFileError, OSError."""
+        with self.open() as file:
+            data = file.read(limit + 1)
+        if len(data) > limit:
+            size = self.path.stat().st_size
+            raise ModelFileError(f"{self.path} has {size} bytes: at most {limit} are read of such a file")
+        return data
+
+    def read_text(self, limit: int = MAX_METADATA_BYTES) -> str:
+        """The whole file, which is UTF-8. Raises ModelFileError, OSError."""
+        try:
+            return self.read_bytes(limit).decode()
+        except UnicodeDecodeError as error:
+            raise ModelFileError(f"{self.path} is not UTF-8: {error}") from error
+
+    def read_json(self) -> dict[str, Any]:
+        """The JSON object in the file. Raises ModelFileError, OSError."""
+        return parse_json(self.read_bytes(), where=str(self.path))
+
+    def read_index(self) -> dict[str, Any]:
+        """The JSON object in a file that lists every tensor of a model. Raises ModelFileError, OSError."""
+        return parse_json(self.read_bytes(MAX_INDEX_BYTES), where=str(self.path), elements=MAX_INDEX_ELEMENTS)
+
+    def _target(self) -> str:
+        """Where the file really is, inside of the root."""
+        if self.root is None:
+            return str(self.path)
+        target = os.path.realpath(self.path)
+        self._require_inside(target)
+        return target
+
+    def _require_inside(self, target: str) -> None:
+        assert self.root is not None
+        if _is_inside(Path(target), self.root):
+            return
+        link = (
+            f"{self.path} is a link to {shown(target)}" if self.path.is_symlink() else f"{self.path} is {shown(target)}"
+        )
+        raise ModelFileError(
+            f"{link}, outside of the model directory {self.root}: nothing is read from there; put the file itself into "
+            "the directory"
+        )
+
+    def _require_regular(self, found: os.stat_result) -> None:
+        if not stat.S_ISREG(found.st_mode):
+            raise ModelFileError(f"{self.path} is not a regular file: put the file itself there")
+
+
+class ModelDirectory:
+    """The directory of a model, and what may be read from it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._root = Path(os.path.realpath(path))
+
+    def file(self, name: str) -> ModelFile | None:
+        """The file `name`, or None if there is none.
+
+        Raises ModelFileError if the name or a link leads out of the directory, or if it is neither file nor directory.
+        """
+        try:
+            require_safe_name(name)
+        except UnsafeNameError as error:
+            raise ModelFileError(f"{self.path}: {error}") from error
+        found = ModelFile(self.path / name, self._root)
+        try:
+            target = found._target()
+            if stat.S_ISDIR(os.stat(target).st_mode):
+                return None
+            found.status()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return found
+
+    def directory(self, name: str) -> ModelDirectory:
+        """The directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
+        below = ModelFile(self.path / require_safe_name(name), self._root)
+        below._target()
+        return ModelDirectory(below.path)
+
+    def files(self, suffix: str) -> list[ModelFile]:
+        """Those that end in `suffix`, by name. Raises ModelFileError as file() does."""
+        named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
+        return [found for name in named if (found := self.file(name)) is not None]
+
+
+def _is_inside(target: Path, root: Path) -> bool:
+    if target.is_relative_to(root):
+        return True
+    # A hub cache keeps contents apart: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
+    is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
+    return is_snapshot and target.parent == root.parent.parent / "blobs" and _COMMIT.fullmatch(target.name) is not None

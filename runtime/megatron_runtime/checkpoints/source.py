@@ -1,0 +1,162 @@
+"""From a model reference, as a user writes it, to files on this machine. No torch; no weights are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
+from megatron_runtime.checkpoints.quoting import shown
+
+BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
+_KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
+LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
+"""Where Megatron-LM notes which checkpoint to load, and what it calls one without a training."""
+_INDEX_FILE = ".metadata"
+_LATEST_BYTES = 64
+
+
+class ModelSourceError(ValueError):
+    """A model reference leads to no model. The message names the reference and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFSource:
+    """One .gguf file."""
+
+    path: Path
+    format: ClassVar[str] = "GGUF"
+
+    @property
+    def location(self) -> Path:
+        return self.path
+
+
+@dataclass(frozen=True, slots=True)
+class SafetensorsSource:
+    """A directory with config.json and *.safetensors, as transformers writes it."""
+
+    directory: Path
+    format: ClassVar[str] = "SafeTensors"
+
+    @property
+    def location(self) -> Path:
+        return self.directory
+
+
+@dataclass(frozen=True, slots=True)
+class TorchDistSource:
+    """A Megatron-Core checkpoint: `directory` has `.metadata`; config.json and tokenizer are there or one above."""
+
+    directory: Path
+    format: ClassVar[str] = "TorchDist"
+
+    @property
+    def location(self) -> Path:
+        """Where the tokenizer is."""
+        above = self.directory.parent
+        return above if ModelDirectory(above).file("tokenizer.json") is not None else self.directory
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelInMemory:
+    """A model that this program holds: a Checkpoint, and what to call it."""
+
+    checkpoint: Any
+    name: str
+    format: ClassVar[str] = "memory"
+
+    @property
+    def location(self) -> Path:
+        raise ModelSourceError(f"{self.name} is in memory: it has no tokenizer of its own, give one")
+
+
+ModelSource = GGUFSource | SafetensorsSource | TorchDistSource | ModelInMemory
+
+
+def resolve(model: str) -> ModelSource:
+    """Return where the weights of `model` are. Those of a hub are fetched, once.
+
+    model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
+           with one .gguf file, a Megatron-Core checkpoint, or the directory that Megatron-LM loads one from.
+
+    Raises ModelSourceError, ModelFileError.
+    """
+    if model.startswith(BUILTIN_PREFIX):
+        return _builtin(model)
+    if model.startswith(HUB_PREFIX):
+        from megatron_runtime.checkpoints.hub.cache import model_directory
+
+        return resolve(str(model_directory(model)))
+    path = Path(model).expanduser()
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ModelSourceError(f"model {model!r} is a file but not a .gguf file: give a .gguf file or a directory")
+        return GGUFSource(path)
+    if not path.is_dir():
+        raise ModelSourceError(
+            f"model {model!r} does not exist: give {_KNOWN}, {HUB_PREFIX}ORG/NAME, a .gguf file or a model directory"
+        )
+    directory = ModelDirectory(path)
+    distributed = _torch_dist(directory, model)
+    if distributed is not None:
+        return distributed
+    has_config = directory.file("config.json") is not None
+    has_weights = bool(directory.files(".safetensors"))
+    if has_config and has_weights:
+        return SafetensorsSource(path)
+    if not has_config and not has_weights:
+        return _only_gguf(directory, model)
+    missing = "*.safetensors files" if has_config else "config.json"
+    raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
+
+
+def find_beside(source: ModelSource, name: str) -> ModelFile | None:
+    """The file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
+    if isinstance(source, SafetensorsSource):
+        places: tuple[Path, ...] = (source.directory,)
+    elif isinstance(source, TorchDistSource):
+        places = (source.directory, source.directory.parent)
+    else:
+        places = ()
+    found = (ModelDirectory(place).file(name) for place in places)
+    return next((file for file in found if file is not None), None)
+
+
+def _torch_dist(directory: ModelDirectory, model: str) -> TorchDistSource | None:
+    if directory.file(_INDEX_FILE) is not None:
+        return TorchDistSource(directory.path)
+    latest = directory.file(LATEST_FILE)
+    if latest is None:
+        return None
+    # Megatron-LM writes a number, or the name of the directory for weights without a training.
+    word = latest.read_text(_LATEST_BYTES).strip()
+    found = directory.directory(f"iter_{int(word):07}" if word.isdecimal() else RELEASE)
+    if found.file(_INDEX_FILE) is None:
+        raise ModelSourceError(
+            f"model {model!r}: {latest.path} says {shown(word)}, but {found.path} holds no torch_dist checkpoint: "
+            f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
+        )
+    return TorchDistSource(found.path)
+
+
+def _builtin(model: str) -> ModelSource:
+    name = model.removeprefix(BUILTIN_PREFIX)
+    if name not in BUILTINS:
+        raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
+    try:
+        return GGUFSource(builtin_file(name))
+    except (BuiltinMissingError, OSError) as error:
+        raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
+
+
+def _only_gguf(directory: ModelDirectory, model: str) -> GGUFSource:
+    found = directory.files(".gguf")
+    if len(found) != 1:
+        raise ModelSourceError(
+            f"model {model!r}: {directory.path} holds {len(found)} .gguf files and no config.json with safetensors: "
+            "name one .gguf file or complete the directory"
+        )
+    return GGUFSource(found[0].path)

@@ -1,0 +1,193 @@
+"""A Megatron-Core checkpoint as a Checkpoint: any part of any tensor of the model, straight from the mapped files."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Container, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+
+import torch
+
+from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
+from megatron_runtime.checkpoints.mapped import MappedFile
+from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.quoting import escaped, shown
+from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError, SavedTensor, find_tensor
+from megatron_runtime.checkpoints.torch_dist.configuration import read_config
+from megatron_runtime.checkpoints.torch_dist.metadata import Chunk, TensorIndex, read_index
+from megatron_runtime.checkpoints.torch_dist.names import (
+    HEAD,
+    VOCABULARY_KEYS,
+    Piece,
+    Stored,
+    find_layout,
+    pieces,
+    stored_tensors,
+)
+from megatron_runtime.models.families import FAMILIES
+
+_TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
+_MAX_PLACES = 1 << 20
+"""Places of one stored tensor that its chunks fill, counted for each chunk."""
+_TRAINING_SUFFIXES = ("._extra_state",)
+
+
+class TorchDistCheckpoint:
+    """Implements Checkpoint. Making one reads the index and refuses tensors that are missing, too many or misshapen.
+
+    directory: has `.metadata`.
+
+    Raises UnsupportedModelError, DamagedFileError, UnsafePickleError.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        index = read_index(directory)
+        weights = {key for key in index if not _is_training_state(key)}
+        layout = find_layout(weights)
+        self.config = read_config(directory)
+        stored = stored_tensors(self.config, layout)
+        if self.config.tie_embeddings:
+            # Some write a tied head out.
+            weights.discard(layout.prefix + HEAD)
+        _require_fit(stored, index, weights, directory)
+        hf_name = FAMILIES[self.config.family].hf_name
+        self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
+        self._cells = {key: _Cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
+        self._files: dict[str, MappedFile] = {}
+        self._saved: dict[Chunk, SavedTensor] = {}
+        self.kinds: Mapping[str, TensorKind] = {
+            name: TensorKind(piece.shape, index[piece.key].dtype) for name, piece in self._pieces.items()
+        }
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """The tensor, or the part of it, in memory of its own."""
+        piece, dtype = self._pieces[name], self.kinds[name].dtype
+        cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
+        rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
+        out = torch.empty(len(rows), len(columns[0]) if columns else 1, dtype=dtype)
+        filled = self._fill(out.view(torch.uint8), piece, rows=rows, columns=columns[0] if columns else range(1))
+        if filled != out.nbytes:
+            raise DamagedFileError(
+                f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
+            )
+        return out if columns else out.view(-1)
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> None:
+        return None
+
+    def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
+        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return how many."""
+        filled = at = 0
+        size = out.shape[1] // len(columns) if columns else 0
+        for first, count in piece.rows:
+            # This run of the piece's rows begins `shift` further down in the stored tensor.
+            shift, own = first - at, _overlap(rows, range(at, at + count))
+            at += count
+            for cell in self._cells[piece.key].at(piece.index) if own else ():
+                down = _overlap(range(own.start + shift, own.stop + shift), cell.rows)
+                across = _overlap(columns, cell.columns)
+                if not down or not across:
+                    continue
+                source = self._values(cell, piece.index)[
+                    down.start - cell.rows.start : down.stop - cell.rows.start,
+                    (across.start - cell.columns.start) * size : (across.stop - cell.columns.start) * size,
+                ]
+                top, left = down.start - shift - rows.start, across.start - columns.start
+                out[top : top + len(down), left * size : (left + len(across)) * size] = source
+                filled += source.numel()
+        return filled
+
+    def _file(self, name: str) -> MappedFile:
+        if name not in self._files:
+            found = ModelDirectory(self._directory).file(name)
+            if found is None:
+                raise DamagedFileError(f"{self._directory / name} is missing: copy the whole directory")
+            self._files[name] = MappedFile(found)
+        return self._files[name]
+
+    def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
+        """The bytes of a chunk at one place of the axes before its rows."""
+        chunk = cell.chunk
+        file = self._file(chunk.file)
+        path = file.file.path
+        saved = self._saved.get(chunk)
+        if saved is None:
+            saved = self._saved[chunk] = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
+            wanted = (tuple(map(len, chunk.box)), cell.dtype)
+            if (saved.shape, saved.dtype) != wanted:
+                raise DamagedFileError(
+                    f"{path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
+                    f"the index says {wanted[0]} and {wanted[1]}"
+                )
+        values = saved.bytes_in(file)
+        place = tuple(at - axis.start for at, axis in zip(index, chunk.box, strict=False))
+        return values[place].view(len(cell.rows), -1)
+
+
+def _overlap(one: range, other: range) -> range:
+    start = max(one.start, other.start)
+    return range(start, max(start, min(one.stop, other.stop)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cell:
+    """What a chunk holds at each of its places on the axes before the rows. A vector has one column."""
+
+    rows: range
+    columns: range
+    dtype: torch.dtype
+    chunk: Chunk
+
+
+class _Cells:
+    """A stored tensor's cells by place; a chunk that spans several places is at each."""
+
+    def __init__(self, index: TensorIndex, *, axes: int) -> None:
+        self._by_place: dict[tuple[int, ...], list[_Cell]] = {}
+        places = 0
+        for chunk in index.chunks:
+            rows, *columns = chunk.box[axes:]
+            cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
+            places += math.prod(map(len, chunk.box[:axes]))
+            if places > _MAX_PLACES:
+                raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
+            for place in product(*chunk.box[:axes]):
+                self._by_place.setdefault(place, []).append(cell)
+
+    def at(self, place: tuple[int, ...]) -> Sequence[_Cell]:
+        return self._by_place.get(place, ())
+
+
+def _is_training_state(key: str) -> bool:
+    return key.startswith(_TRAINING_PREFIXES) or key.endswith(_TRAINING_SUFFIXES)
+
+
+def _require_fit(
+    stored: Mapping[str, Stored], index: Mapping[str, TensorIndex], weights: set[str], directory: Path
+) -> None:
+    missing, extra = sorted(set(stored) - weights), sorted(weights - set(stored))
+    if missing or extra:
+        lists = [
+            f"{what} {len(keys)}: {', '.join(map(escaped, keys[:6]))}"
+            for what, keys in (("lacks", missing), ("has", extra))
+            if keys
+        ]
+        raise UnsupportedModelError(
+            f"{directory} does not hold the model its configuration describes; of its {len(stored)} tensors it "
+            f"{'; beside them it '.join(lists)}: correct config.json or the arguments, or save the model again"
+        )
+    for key, wanted in stored.items():
+        shape = index[key].shape
+        padded = key.endswith(VOCABULARY_KEYS) and len(shape) == 2 and shape[0] > wanted.rows
+        if shape != wanted.shape and not (padded and shape[1] == wanted.columns):
+            raise UnsupportedModelError(
+                f"tensor {shown(key)} of {directory} has shape {shape}: "
+                f"the model's configuration asks for {wanted.shape}"
+            )
+        if not index[key].dtype.is_floating_point:
+            raise UnsupportedModelError(
+                f"tensor {key!r} of {directory} has type {index[key].dtype}: want floating point"
+            )

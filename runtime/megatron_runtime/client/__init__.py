@@ -1,0 +1,1 @@
+"""The client of a coordinator: requests as futures and streams."""

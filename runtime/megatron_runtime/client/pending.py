@@ -1,0 +1,208 @@
+"""A request that has no final answer yet, as its client keeps it. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import secrets
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import numpy as np
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.messages import (
+    DETAILS,
+    Final,
+    MalformedMessageError,
+    Partial,
+    RequestMeta,
+    Submit,
+    pack,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
+from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+TOKEN_BYTES = 4
+
+PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
+"""What partials may say of each of their tokens, and its name in the reply."""
+PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
+
+_REPLY_DEFAULTS: dict[str, Any] = {
+    "status": "COMPLETED",
+    "finish_reason": None,
+    "stop_reason": None,
+    "generated_text": None,
+    "prompt_length": None,
+    "generated_length": None,
+    "num_cached_tokens": 0,
+    "generated_log_probs": None,
+    "generated_top_n_logprobs": None,
+    "prompt_log_probs": None,
+    "prompt_top_n_logprobs": None,
+    "policy_epoch": None,
+    "kv_cache_epoch": None,
+    "error": None,
+}
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """One request, from its submission to its final answer.
+
+    generated: tokens that partials brought: what a new coordinator is told, and what no later answer may contradict.
+    details:   what partials said of them; an engine that took the request over does not know it.
+    submitted, deadline: on the clock of time.perf_counter().
+    """
+
+    request_id: int
+    uid: bytes
+    meta: RequestMeta
+    prompt: bytes
+    params: bytes
+    sampling_params: SamplingParams
+    submitted: float
+    deadline: float | None = None
+    future: asyncio.Future[Any] | None = None
+    stream: AsyncStream | None = None
+    timer: asyncio.TimerHandle | None = None
+    generated: bytearray = field(default_factory=bytearray)
+    details: dict[str, list[Any]] = field(default_factory=dict)
+
+    @classmethod
+    def make(
+        cls,
+        prompt: str | Sequence[int],
+        params: SamplingParams,
+        *,
+        streaming: bool,
+        deadline_seconds: float | None,
+        engine: str = "",
+        tenant: str = "",
+    ) -> Self:
+        """A new request, submitted now, number 0. Its uid and, where the caller gave none, its seed are minted here."""
+        now = time.perf_counter()
+        text = isinstance(prompt, str)
+        return cls(
+            request_id=0,
+            uid=secrets.token_bytes(limits.UID_BYTES),
+            meta=RequestMeta(
+                streaming=streaming,
+                seed=params.seed if params.seed is not None else secrets.randbits(64),
+                text=text,
+                priority=params.priority,
+                cache_salt=params.cache_salt or "",
+                engine=engine,
+                tenant=tenant,
+            ),
+            prompt=prompt.encode() if isinstance(prompt, str) else tokens_to_bytes(prompt),
+            params=pack(params.serialize()),
+            sampling_params=copy.copy(params),
+            submitted=now,
+            deadline=now + deadline_seconds if deadline_seconds is not None else None,
+        )
+
+    @property
+    def held(self) -> int:
+        """How many generated tokens the client has."""
+        return len(self.generated) // TOKEN_BYTES
+
+    @property
+    def size(self) -> int:
+        return len(self.prompt) + len(self.params) + len(self.generated)
+
+    def submit(self) -> Submit:
+        """The SUBMIT of this moment: with the time that is left and the tokens held."""
+        meta = self.meta
+        if self.deadline is not None:
+            meta = meta._replace(deadline_ms=max(0, int((self.deadline - time.perf_counter()) * 1000)))
+        return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params)
+
+    def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
+        """The stream's frame of what is new in `tokens`, which begin at number `offset`; None where nothing is.
+
+        What lies between the tokens held and an offset beyond them was lost with a connection. The coordinator sends it
+        anew once it has the SUBMIT that follows each renewed registration and says what is held here.
+        """
+        known = self.held - offset
+        new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
+        if not new:
+            return None
+        self.generated += new
+        frame: dict[str, Any] = {"request_id": self.request_id, "new_tokens": tokens_from_bytes(new).tolist()}
+        if isinstance(details, dict):
+            self._take_details(frame, details, known)
+        return frame
+
+    def _take_details(self, frame: dict[str, Any], details: dict[str, Any], known: int) -> None:
+        before = self.held - len(frame["new_tokens"])
+        for name in PER_TOKEN_DETAILS:
+            values = details.get(name)
+            if isinstance(values, list):
+                frame[f"new_{name}"] = values[known:]
+                held = self.details.setdefault(name, [])
+                if len(held) == before:  # a catch-up without details leaves a gap: what follows has no place then
+                    held.extend(values[known:])
+        for name in PROMPT_DETAILS:
+            if name in details and name not in self.details:
+                frame[name] = self.details[name] = details[name]
+
+    def reply(self, final: Final) -> dict[str, Any]:
+        """The final answer as a map. Raises MalformedMessageError if `final` cannot be read."""
+        body = unpack(final.reply, DETAILS)
+        if not isinstance(body, dict):
+            raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
+        tokens: list[int] = np.frombuffer(final.tokens, dtype="<i4").tolist()
+        reply = {**_REPLY_DEFAULTS, **body, "request_id": self.request_id, "generated_tokens": tokens}
+        self._complete_details(reply)
+        if reply["generated_length"] is None:
+            reply["generated_length"] = len(tokens)
+        if not self.meta.text:
+            if reply["prompt_length"] is None:
+                reply["prompt_length"] = len(self.prompt) // TOKEN_BYTES
+            if self.sampling_params.return_prompt_tokens:
+                reply["prompt_tokens"] = tokens_from_bytes(self.prompt).tolist()
+        reply["latency"] = time.perf_counter() - self.submitted
+        return reply
+
+    def _complete_details(self, reply: dict[str, Any]) -> None:
+        """Put what partials brought before a failover in front of what the last engine knows. Where some of it never
+        came, `log_probs_from` stays and says from which token on the lists are.
+        """
+        start = reply.get("log_probs_from") or 0
+        wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
+        if all(len(self.details.get(name, ())) >= start for name in wanted):
+            for name, key in wanted.items():
+                reply[key] = self.details.get(name, [])[:start] + reply[key]
+            reply.pop("log_probs_from", None)
+        for name in PROMPT_DETAILS:
+            if reply[name] is None:
+                reply[name] = self.details.get(name)
+
+
+def partial_frames(
+    message: Partial, find: Callable[[bytes], PendingRequest | None]
+) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
+    """For each request that `find` knows by uid, the frame of what `message` brings it; None where it had all that."""
+    try:
+        details = unpack(message.extras, DETAILS) if message.extras else {}
+    except MalformedMessageError as error:
+        logger.warning("the details of a partial cannot be read; its tokens are used without them: %s", error)
+        details = {}
+    position = 0
+    for entry in message.entries:
+        tokens = message.tokens[position : position + TOKEN_BYTES * entry.count]
+        position += len(tokens)
+        request = find(entry.uid)
+        if request is not None:
+            own = details.get(entry.uid) if isinstance(details, dict) else None
+            yield request, request.take_partial(entry.offset, tokens, own)

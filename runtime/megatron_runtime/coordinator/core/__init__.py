@@ -1,0 +1,1 @@
+"""The coordinator's decisions: journal, routing, dispatch, verbs, membership and recovery. No asyncio, no sockets."""

@@ -1,0 +1,182 @@
+"""The plain protocol, translated: what Megatron-Core's own clients and engines say, in terms of ours and back."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.protocol.messages import (
+    PARAMETERS,
+    PLAIN,
+    Dispatch,
+    Final,
+    Frames,
+    MalformedMessageError,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    pack,
+    shown,
+    tokens_from_bytes,
+    tokens_to_bytes,
+    unpack,
+)
+
+_MAX_TOKEN = (1 << 31) - 1
+
+Detokenize: TypeAlias = Callable[[list[int]], str] | None
+"""Text of token ids, or None where the coordinator has no tokenizer that can do it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlainSubmit:
+    id: int
+    prompt: str | list[int]
+    params: dict[Any, Any]
+
+    def meta(self) -> RequestMeta:
+        seed = self.params.get("seed")
+        if type(seed) is not int or not 0 <= seed < 1 << 64:
+            seed = secrets.randbits(64)
+        priority, salt = self.params.get("priority"), self.params.get("cache_salt")
+        return RequestMeta(
+            streaming=bool(self.params.get("streaming")),
+            seed=seed,
+            priority=priority if type(priority) is int else 0,
+            cache_salt=salt[: limits.MAX_SALT_CHARACTERS] if isinstance(salt, str) else "",
+        )
+
+
+def read_submit(items: list[Any]) -> PlainSubmit:
+    match items:
+        case [_, int(number), (str() | list()) as prompt, dict(params), *rest] if number >= 0:
+            if rest and rest[0] is not None:
+                raise MalformedMessageError("SUBMIT_REQUEST with multimodal data: this coordinator takes text only")
+            if isinstance(prompt, list):
+                _check_tokens(prompt)
+            return PlainSubmit(number, prompt, params)
+    raise MalformedMessageError("SUBMIT_REQUEST: want [20, id, prompt, params, multimodal]")
+
+
+def _check_tokens(tokens: list[Any]) -> None:
+    if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _MAX_TOKEN):
+        return  # a list may have a million: nothing in Python runs for each
+    for token in tokens:
+        if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
+            raise MalformedMessageError(f"token {shown(token)}: want an integer from 0 to {_MAX_TOKEN}")
+
+
+def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
+    """ENGINE_REPLY to a plain client. The text is made here, where the engine gave none."""
+    try:
+        reply = unpack(final.reply, PLAIN)
+    except MalformedMessageError as error:
+        return failed_reply(number, ErrorCode.ENGINE_FAILED, f"unreadable answer of the engine: {error}")
+    tokens = tokens_from_bytes(final.tokens).tolist()
+    reply = {**(reply if isinstance(reply, dict) else {}), "request_id": number, "generated_tokens": tokens}
+    if detokenize is not None and reply.get("generated_text") is None:
+        reply["generated_text"] = detokenize(tokens)
+    return [pack([int(Header.ENGINE_REPLY), number, reply])]
+
+
+_NEW = {"log_probs": "new_log_probs", "top_n_logprobs": "new_top_n_logprobs"}
+_PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
+
+
+def partial_frames(number: int, tokens: bytes, details: dict[str, Any]) -> Frames:
+    frame = {"request_id": number, "new_tokens": tokens_from_bytes(tokens).tolist()}
+    frame.update({_NEW.get(key, key): value for key, value in details.items()})
+    return [pack([int(Header.ENGINE_REPLY_PARTIAL), number, frame])]
+
+
+def failed_reply(number: int, code: ErrorCode, message: str) -> Frames:
+    name = "MODEL_CHANGED" if code is ErrorCode.MODEL_CHANGED else code.name  # the name of 409 is that of verbs
+    error: dict[str, Any] = {"code": int(code), "type": name, "message": message}
+    if code is ErrorCode.ENGINE_FAILED:
+        error["is_transient"] = False
+    reply = {"request_id": number, "status": "FAILED", "finish_reason": "error", "generated_tokens": [], "error": error}
+    return [pack([int(Header.ENGINE_REPLY), number, reply])]
+
+
+def submit_frames(dispatch: Dispatch) -> Frames:
+    """A dispatch for a plain engine: tokens generated before become part of the prompt and leave the budget."""
+    params = unpack(dispatch.params, PARAMETERS)
+    params = dict(params) if isinstance(params, dict) else {}
+    generated = tokens_from_bytes(dispatch.generated).tolist()
+    budget = params.get("num_tokens_to_generate")
+    if isinstance(budget, int):
+        params["num_tokens_to_generate"] = max(1, budget - len(generated))
+    prompt = tokens_from_bytes(dispatch.prompt).tolist() + generated
+    return [pack([int(Header.SUBMIT_REQUEST), dispatch.dispatch_id, prompt, params, None])]
+
+
+@dataclass(frozen=True, slots=True)
+class PlainOutput:
+    """Tokens of one request of a plain engine: new ones, or, with a reply, all of this dispatch."""
+
+    dispatch_id: int
+    tokens: bytes
+    reply: dict[str, Any] | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+def read_outputs(items: list[Any]) -> list[PlainOutput]:
+    """ENGINE_REPLY `[21, [request, …]]` and ENGINE_REPLY_PARTIAL `[22, [frame, …]]` of a plain engine."""
+    final = items[0] == Header.ENGINE_REPLY
+    match items:
+        case [_, list(frames), *_]:
+            return [_read_output(frame, final=final) for frame in frames]
+    raise MalformedMessageError(f"header {items[0]} of an engine: want a list of maps")
+
+
+def _read_output(frame: Any, *, final: bool) -> PlainOutput:
+    match frame:
+        case {"request_id": int(number)}:
+            tokens = frame.get("generated_tokens" if final else "new_tokens") or []
+            if not isinstance(tokens, list):
+                raise MalformedMessageError(f"tokens {shown(tokens)}: want a list")
+            _check_tokens(tokens)
+            if final:
+                return PlainOutput(number, tokens_to_bytes(tokens), frame)
+            details = {key: frame[new] for key, new in _NEW.items() if frame.get(new) is not None}
+            details |= {key: frame[key] for key in _PROMPT_DETAILS if frame.get(key) is not None}
+            return PlainOutput(number, tokens_to_bytes(tokens), details=details)
+    raise MalformedMessageError(f"engine output {shown(frame)}: want a map with request_id")
+
+
+def as_partial(output: PlainOutput, uid: bytes, *, route: int, offset: int) -> Partial:
+    entry = PartialEntry(uid, output.dispatch_id, offset, len(output.tokens) // 4)
+    return Partial(route, [entry], output.tokens, pack({uid: output.details}) if output.details else b"")
+
+
+_REPLY_KEYS = (
+    "status",
+    "finish_reason",
+    "stop_reason",
+    "generated_text",
+    "prompt_length",
+    "num_cached_tokens",
+    "policy_epoch",
+    "kv_cache_epoch",
+    "generated_log_probs",
+    "generated_top_n_logprobs",
+    "prompt_log_probs",
+    "prompt_top_n_logprobs",
+    "error",
+)
+
+
+def as_final(output: PlainOutput, uid: bytes, *, generated_before: bytes) -> Final:
+    source = output.reply or {}
+    reply = {key: source[key] for key in _REPLY_KEYS if source.get(key) is not None}
+    reply.setdefault("status", "COMPLETED")
+    reply.setdefault("finish_reason", "error" if reply["status"] == "FAILED" else "stop")
+    tokens = generated_before + output.tokens
+    reply["generated_length"] = len(tokens) // 4
+    if generated_before and "generated_log_probs" in reply:
+        reply["log_probs_from"] = len(generated_before) // 4
+    return Final(output.dispatch_id, uid, tokens, pack(reply))

@@ -1,0 +1,153 @@
+"""Which engine a request goes to."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
+from megatron_runtime.requests.config import RoutingPolicy
+
+MAX_KNOWN_BLOCKS = 1 << 16
+"""Blocks remembered of each engine; of the least recently routed prompt the last is forgotten first."""
+MAX_DECISIONS = 1_000_000
+"""Scheduling decisions kept for the schedule file; the first are kept."""
+
+_PREFIX_POLICIES = frozenset({RoutingPolicy.FIRST_PREFIX_BLOCK, RoutingPolicy.LONGEST_PREFIX})
+
+
+class Router:
+    """Chooses engines. With a prefix policy the score of an engine is
+
+        alpha * match + (1 - alpha) * free slots / slots
+
+    where match is (the deepest block it holds + 1) / blocks of the prompt (FIRST_PREFIX_BLOCK: whether it holds the
+    first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is taken
+    to hold what it was given, until it says that it evicted it.
+
+    deterministic: engines take turns in the order of their names, whoever registered or became free first.
+    """
+
+    def __init__(
+        self,
+        policy: RoutingPolicy,
+        *,
+        alpha: float = 0.5,
+        block_size_tokens: int | None = None,
+        deterministic: bool = False,
+        record: bool = False,
+    ) -> None:
+        self.policy = RoutingPolicy.ROUND_ROBIN if deterministic else policy
+        self.deterministic = deterministic
+        self.decisions: list[dict[str, Any]] | None = [] if record else None
+        self._alpha = alpha
+        self._by_prefix = self.policy in _PREFIX_POLICIES
+        self._by_first_block = self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK
+        self._in_turn = self.policy is RoutingPolicy.ROUND_ROBIN
+        self._hash: Callable[..., list[int]] | None = None
+        self._block_size = block_size_tokens
+        self._held: dict[int, OrderedDict[int, int]] = {}
+        """Index of an engine's registration -> block hash -> the clock when it was last given it."""
+        self._clock = 0
+        self._last_index = -1
+        self._turn = 0
+
+    def hashes_of(self, prompt: bytes, candidates: Sequence[Engine] = (), *, salt: str = "") -> list[int]:
+        """Block hashes of a prompt (little-endian int32), or none where the policy has no use for them."""
+        if not self._by_prefix:
+            return []
+        size = self._block_size or (candidates[0].block_size_tokens if candidates else 0)
+        if size < 1:
+            return []
+        if self._hash is None:
+            from megatron_runtime.requests.hashing import frame_hashes  # NumPy: see wire/codec.py
+
+            self._hash = frame_hashes
+        if self._by_first_block:
+            prompt = prompt[: size * TOKEN_BYTES]
+        return self._hash(prompt, size, salt=salt)
+
+    def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
+        """The engine for a request, from a non-empty sequence."""
+        if self._in_turn:
+            return self.next_in_turn(candidates)
+        if not hashes:
+            return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
+
+        best, best_score, best_given = candidates[0], -1.0, 0
+        for_match, for_room = self._alpha / len(hashes), 1 - self._alpha
+        for engine, (depth, given) in zip(candidates, self._matches(candidates, hashes), strict=True):
+            slots, waiting = engine.max_requests, len(engine.in_flight)
+            score = for_match * depth + (for_room * (slots - waiting) / slots if waiting < slots else 0.0)
+            if score > best_score or (score == best_score and (given, -engine.index) > (best_given, -best.index)):
+                best, best_score, best_given = engine, score, given
+        return best
+
+    def next_in_turn(self, candidates: Sequence[Engine]) -> Engine:
+        if self.deterministic:
+            chosen = sorted(candidates, key=lambda engine: engine.name)[self._turn % len(candidates)]
+            self._turn += 1
+            return chosen
+        in_order = sorted(candidates, key=lambda engine: engine.index)
+        chosen = next((engine for engine in in_order if engine.index > self._last_index), in_order[0])
+        self._last_index = chosen.index
+        return chosen
+
+    def assigned(self, engine: Engine, hashes: Sequence[int], *, request: bytes) -> None:
+        """A request went to `engine`: remember its blocks, and the decision where decisions are recorded."""
+        self.learn(engine, hashes)
+        if self.decisions is not None and len(self.decisions) < MAX_DECISIONS:
+            self.decisions.append({"request": request.hex(), "engine": engine.name, "order": self._clock})
+
+    def learn(self, engine: Engine, hashes: Sequence[int]) -> None:
+        """`engine` was given these blocks now."""
+        self._clock += 1
+        if not hashes:
+            return
+        held = self._held.get(engine.index)
+        if held is None:
+            held = self._held[engine.index] = OrderedDict()
+        # The deepest first: where the table is full, a prompt is forgotten from its end.
+        for block in reversed(hashes):
+            if block in held:
+                held.move_to_end(block)
+            held[block] = self._clock
+        while len(held) > MAX_KNOWN_BLOCKS:
+            held.popitem(last=False)
+
+    def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
+        """The engine says that it no longer holds these blocks."""
+        held = self._held.get(engine.index)
+        if held is not None:
+            for block in hashes:
+                held.pop(block, None)
+
+    def forget(self, engine: Engine) -> None:
+        """The engine's cache is gone."""
+        self._held.pop(engine.index, None)
+
+    def forget_all(self) -> None:
+        """Other weights: what was computed with the old ones is of no use to anybody."""
+        self._held.clear()
+
+    def write_decisions(self, path: Path) -> None:
+        path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
+
+    def _matches(self, engines: Iterable[Engine], hashes: Sequence[int]) -> list[tuple[int, int]]:
+        """Of each engine: blocks of the prompt that it holds, and when it was last given the deepest of them."""
+        first, blocks = hashes[0], len(hashes)
+        found = []
+        for engine in engines:
+            held = self._held.get(engine.index)
+            # Blocks are chained: who does not hold the first has no use for a deeper one.
+            if held is None or first not in held:
+                found.append((0, 0))
+                continue
+            depth = blocks
+            while (given := held.get(hashes[depth - 1])) is None:
+                depth -= 1
+            found.append((depth, given))
+        return found

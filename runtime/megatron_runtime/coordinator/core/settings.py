@@ -1,0 +1,84 @@
+"""What a coordinator is told at start. Frozen; each part of the coordinator takes what it needs from here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_runtime.protocol import limits
+from megatron_runtime.requests.config import PrefixCachingCoordinatorPolicy, RoutingPolicy
+
+__all__ = ["CoordinatorSettings", "PrefixCachingCoordinatorPolicy", "RoutingPolicy", "Timing"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Seconds. Tests shorten them; nobody else needs to."""
+
+    heartbeat: float = limits.HEARTBEAT_SECONDS
+    suspect: float = limits.SUSPECT_SECONDS
+    dead: float = limits.DEAD_SECONDS
+    client_dead: float = limits.DEAD_SECONDS
+    recovery: float = limits.RECOVERY_SECONDS
+    """0 starts RUNNING at once."""
+    recovery_settle: float = 1.5
+    """Engines that live are heard of within this time: they reconnect once a second and beat twice."""
+    slow_client: float = 30.0
+    """A client whose buffer has been full for so long is dropped."""
+    key_check: float = 2.0
+    """How often the key files are looked at."""
+    connection_check: float = 5.0
+    """A connection that has been cut off, or whose machine is gone, is closed within three times as long."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CoordinatorSettings:
+    """Settings of `megatron coordinator`.
+
+    listen:          address to bind.
+    client_port, engine_port, admin_port: 0 picks a free port.
+    single_port:     one socket, on client_port, for all roles and for plain peers; for loopback and libraries.
+    health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
+    keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
+    routing_policy:  see RoutingPolicy.
+    alpha:           weight of a cached prefix against free capacity, 0 to 1.
+    block_size_tokens: granularity of prefix hashes; None takes what the engines announce.
+    pause_mode:      "Hold" queues requests while paused or suspended, "Reject" answers 503.
+    max_queued:      requests that wait for an engine; beyond it 429.
+    max_wait_seconds: the longest a request waits for an engine; then 504.
+    journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
+    max_clients:     clients registered at once.
+    deterministic:   engines take turns in the order of their names; nothing but the order of arrival decides.
+    schedule_output_path: JSON file for the scheduling decisions, written at the end.
+    """
+
+    listen: str = "0.0.0.0"
+    client_port: int = 5555
+    engine_port: int = 5556
+    admin_port: int = 5557
+    single_port: bool = False
+    health_port: int | None = None
+    keys_dir: Path | None = None
+    routing_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED
+    alpha: float = 0.5
+    block_size_tokens: int | None = None
+    pause_mode: Literal["Hold", "Reject"] = "Hold"
+    max_queued: int = 10_000
+    max_wait_seconds: float = 300.0
+    journal_bytes: int = 1 << 30
+    max_clients: int = 10_000
+    deterministic: bool = False
+    schedule_output_path: Path | None = None
+    timing: Timing = field(default_factory=Timing)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha {self.alpha}: want 0 to 1")
+        if self.pause_mode not in ("Hold", "Reject"):
+            raise ValueError(f"pause_mode {self.pause_mode!r}: want 'Hold' or 'Reject'")
+        for name in ("max_queued", "journal_bytes", "max_clients"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} {getattr(self, name)}: want at least 1")
+        if self.max_wait_seconds <= 0:
+            raise ValueError(f"max_wait_seconds {self.max_wait_seconds}: want more than 0")

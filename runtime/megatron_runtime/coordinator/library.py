@@ -1,0 +1,235 @@
+"""The coordinator as a class to be run in a process of one's own: `DataParallelInferenceCoordinator`, one port."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import uvloop
+
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.records import Engine
+from megatron_runtime.coordinator.core.settings import (
+    CoordinatorSettings,
+    PrefixCachingCoordinatorPolicy,
+    RoutingPolicy,
+    Timing,
+)
+from megatron_runtime.coordinator.transport import SHARED_PORT, Sent
+from megatron_runtime.protocol import lifecycle
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.protocol.messages import tokens_to_bytes
+from megatron_runtime.transport.zmtp.router import Router
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+
+class ReadyEvent(Protocol):
+    """A threading or multiprocessing event."""
+
+    def set(self) -> None: ...
+
+
+class DataParallelInferenceCoordinator:
+    """Binds, sends its address down `pipe_connection`, waits for `data_parallel_size` engines; start() then serves.
+
+    It listens on the loopback interface only: nothing checks who connects.
+
+    data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
+    tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
+                               gives plain clients the text of their answers.
+    inference_coordinator_port: None picks a free port.
+    deterministic_mode:        routing depends on the order of arrival alone.
+    block_size_tokens, enable_prefix_caching, prefix_caching_coordinator_policy, prefix_caching_routing_alpha:
+                               routing by cached prefix.
+    schedule_output_path:      JSON file for the scheduling decisions, written by stop().
+
+    All methods belong to the thread that runs start().
+    """
+
+    CoordinatorState = lifecycle.CoordinatorState
+
+    def __init__(
+        self,
+        pipe_connection: Connection | None,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+        *,
+        prefix_caching_routing_alpha: float = 0.5,
+    ) -> None:
+        prefixes = enable_prefix_caching and block_size_tokens is not None
+        policy = prefix_caching_coordinator_policy if prefixes else RoutingPolicy.LOAD_BALANCED
+        settings = CoordinatorSettings(
+            listen="127.0.0.1",
+            client_port=inference_coordinator_port or 0,
+            single_port=True,
+            routing_policy=policy,
+            deterministic=deterministic_mode,
+            alpha=prefix_caching_routing_alpha,
+            block_size_tokens=block_size_tokens,
+            schedule_output_path=Path(schedule_output_path) if schedule_output_path is not None else None,
+            timing=Timing(recovery=0.0),
+        )
+        self.data_parallel_size = data_parallel_size
+        self.tokenizer = tokenizer
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._coordinator = self._runner.run(self._open(settings))
+        if pipe_connection is not None:
+            pipe_connection.send(self.address)
+            pipe_connection.close()
+        if data_parallel_size > 0:
+            self._runner.run(self._coordinator.wait_for_engines(data_parallel_size))
+
+    async def _open(self, settings: CoordinatorSettings) -> Coordinator:
+        coordinator = Coordinator(settings, tokenizer=self.tokenizer)
+        coordinator.start()
+        return coordinator
+
+    @property
+    def address(self) -> str:
+        return self._coordinator.transport.addresses[Role.CLIENT]
+
+    def start(self) -> None:
+        """Serve until stop() or a SHUTDOWN message."""
+        self._runner.run(self._coordinator.ended.wait())
+
+    def stop(self) -> None:
+        """Close everything. Idempotent."""
+        if not self._coordinator.ended.is_set() or self._coordinator.transport.addresses:
+            self._runner.run(self._stop())
+            self._coordinator.transport.addresses = {}
+        self._runner.close()
+
+    async def _stop(self) -> None:
+        self._coordinator.stop()
+        await self._coordinator.transport.closed()
+
+    # --- what it knows ------------------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> lifecycle.CoordinatorState:
+        return self._coordinator.verbs.state
+
+    @property
+    def router_socket(self) -> Router:
+        """The ROUTER of all communication. It belongs to the coordinator's loop: look, do not touch."""
+        return self._coordinator.transport.router(SHARED_PORT)
+
+    @property
+    def identities_of_data_parallel_ranks(self) -> deque[bytes]:
+        """Identities of the engines that serve, in the order of their registration."""
+        return deque(engine.peer[1] for engine in self._coordinator.engines.serving())
+
+    @property
+    def request_id_to_client_id(self) -> dict[int, bytes]:
+        """The identity of the client of each request that an engine has, by the id that the engine knows it by."""
+        return {number: entry.client.peer[1] for number, entry in self._coordinator.engines.dispatched()}
+
+    @property
+    def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
+        """The same requests by the id that their client gave them."""
+        return {
+            number: entry.plain_id if entry.plain_id is not None else entry.uid
+            for number, entry in self._coordinator.engines.dispatched()
+        }
+
+    @property
+    def next_request_id(self) -> int:
+        """The id of the next request given to an engine."""
+        return self._coordinator.dispatcher.next_dispatch_id
+
+    # --- routing ------------------------------------------------------------------------------------------------
+
+    def get_next_data_parallel_rank(self) -> bytes:
+        """The identity of the next engine in turn."""
+        return self._coordinator.router.next_in_turn(self._candidates()).peer[1]
+
+    def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
+        """Block hashes of a prompt; none when prefix caching is off or the prompt is shorter than a block."""
+        tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
+        frame = tokens_to_bytes(list(tokens))
+        return self._coordinator.router.hashes_of(frame, self._coordinator.engines.serving())
+
+    def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
+        """The identity of the engine for a prompt with these block hashes."""
+        return self._coordinator.router.select(self._candidates(), request_hashes).peer[1]
+
+    def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
+        """Record that an engine was given these blocks."""
+        self._coordinator.router.learn(self._engine(rank_identity), request_hashes)
+
+    def _candidates(self) -> list[Engine]:
+        candidates = self._coordinator.engines.serving()
+        if not candidates:
+            raise RuntimeError("no engine is registered: start one with this coordinator's address first")
+        return candidates
+
+    # --- engines and answers ------------------------------------------------------------------------------------
+
+    def _engine(self, identity: bytes) -> Engine:
+        for engine in self._coordinator.engines:
+            if engine.peer[1] == identity:
+                return engine
+        known = list(self.identities_of_data_parallel_ranks)
+        raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
+
+    def _remove_engine(self, identity: bytes) -> None:
+        """Take an engine out of the pool; what it had in flight goes elsewhere."""
+        self._coordinator.lose_engine(self._engine(identity), "removed")
+
+    def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
+        """Send one frame to an engine. False when it cannot be reached; it is removed then."""
+        engine = self._engine(identity)
+        sent = self._coordinator.send(engine.peer, [payload])
+        self._coordinator.transport.flush()
+        if sent is Sent.GONE:
+            self._coordinator.lose_engine(engine, "its connection is gone")
+        return sent is Sent.OK
+
+    def detokenize(self, finished_request: dict[str, Any]) -> None:
+        """Put the text of `generated_tokens` into the map, as `generated_text`."""
+        finished_request["generated_text"] = self.tokenizer.detokenize(finished_request["generated_tokens"])
+
+    @classmethod
+    def entrypoint(
+        cls,
+        pipe_connection: Connection,
+        ready_event: ReadyEvent,
+        data_parallel_size: int,
+        tokenizer: Any,
+        inference_coordinator_port: int | None = None,
+        deterministic_mode: bool = False,
+        block_size_tokens: int | None = None,
+        enable_prefix_caching: bool = False,
+        prefix_caching_coordinator_policy: RoutingPolicy = PrefixCachingCoordinatorPolicy.FIRST_PREFIX_BLOCK,
+        schedule_output_path: str | None = None,
+    ) -> None:
+        """Run a coordinator in this process. The address goes down the pipe before engines connect; `ready_event` is
+        set after `data_parallel_size` of them did.
+        """
+        coordinator = cls(
+            pipe_connection,
+            data_parallel_size,
+            tokenizer,
+            inference_coordinator_port,
+            deterministic_mode,
+            block_size_tokens,
+            enable_prefix_caching,
+            prefix_caching_coordinator_policy,
+            schedule_output_path,
+        )
+        try:
+            ready_event.set()
+            coordinator.start()
+        finally:
+            coordinator.stop()

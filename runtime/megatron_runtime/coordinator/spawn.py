@@ -1,0 +1,153 @@
+"""A coordinator in a process of its own, started by a program that uses it and gone when that program is.
+
+The child is a fresh interpreter, not a copy of its parent: nothing of the caller's main module runs in it. Settings go
+down its standard input as JSON, the addresses come back on its standard output as one line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.main import run
+from megatron_runtime.protocol.headers import Role
+
+STARTUP_SECONDS = 30.0
+STOP_SECONDS = 10.0
+
+
+class CoordinatorStartError(RuntimeError):
+    """The coordinator process ended, or said nothing, before its sockets were bound. Its last words follow."""
+
+
+@dataclass(eq=False)
+class CoordinatorProcess:
+    """A running coordinator. Clients and engines connect to `address` (single port) or to those of their role."""
+
+    process: subprocess.Popen[bytes]
+    addresses: dict[Role, str]
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    @property
+    def address(self) -> str:
+        return self.addresses[Role.CLIENT]
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
+        """End it: SIGTERM, then, after the grace time, SIGKILL. Blocks until it is gone. Idempotent."""
+        with self._lock:
+            _end(self.process, grace_seconds=grace_seconds)
+
+
+def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
+    """Start a coordinator and wait until its sockets are bound. It ends when this process does, however that ends.
+
+    Raises CoordinatorStartError with what it wrote to its standard error, BindError's message among it.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", f"{__package__}.spawn", str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(_to_json(settings)).encode() + b"\n")
+        process.stdin.flush()
+        line = _read_line(process.stdout, seconds=startup_seconds)
+        addresses = {Role(int(role)): address for role, address in json.loads(line).items()}
+    except (OSError, ValueError) as error:
+        _end(process, grace_seconds=0)
+        raise CoordinatorStartError(
+            f"the coordinator on {settings.listen}:{settings.client_port} did not start "
+            f"(exit status {process.returncode}; its own words are on standard error): "
+            "choose a free port and an address of this machine"
+        ) from error
+    except BaseException:
+        _end(process, grace_seconds=0)
+        raise
+    return CoordinatorProcess(process, addresses)
+
+
+def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
+    if process.poll() is None and grace_seconds > 0:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(grace_seconds)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    elif process.poll() is None:
+        process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+def _read_line(stream: Any, *, seconds: float) -> bytes:
+    """The first line of a pipe. Raises ValueError at its end, TimeoutError (an OSError) when it stays silent."""
+    ready, _, _ = select.select([stream], [], [], seconds)
+    if not ready:
+        raise TimeoutError(f"no address within {seconds:g} s")
+    line: bytes = stream.readline()
+    if not line:
+        raise ValueError("it ended at once")
+    return line
+
+
+def _to_json(settings: CoordinatorSettings) -> dict[str, Any]:
+    return {name: str(value) if isinstance(value, Path) else value for name, value in asdict(settings).items()}
+
+
+def _from_json(values: dict[str, Any]) -> CoordinatorSettings:
+    for name in ("keys_dir", "schedule_output_path"):
+        if values[name] is not None:
+            values[name] = Path(values[name])
+    values["routing_policy"] = RoutingPolicy(values["routing_policy"])
+    values["timing"] = Timing(**values["timing"])
+    return CoordinatorSettings(**values)
+
+
+def main() -> None:
+    """The child."""
+    parent = int(sys.argv[1])
+    settings = _from_json(json.loads(sys.stdin.buffer.readline()))
+    # Ctrl-C in a terminal reaches the whole process group; the parent decides when its coordinator ends.
+    os.setsid()
+
+    def on_bound(addresses: dict[Role, str]) -> None:
+        _end_with(parent)
+        print(json.dumps({int(role): address for role, address in addresses.items()}), flush=True)
+
+    run(settings, on_bound=on_bound)
+
+
+def _end_with(parent: int) -> None:
+    """Have this process told to end when its parent is gone. The pipe's end would do, had nobody else a copy of it."""
+    loop = asyncio.get_running_loop()
+
+    def leave() -> None:
+        loop.remove_reader(descriptor)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    descriptor = os.pidfd_open(parent) if hasattr(os, "pidfd_open") else sys.stdin.fileno()
+    if os.getppid() != parent:
+        sys.exit(1)
+    loop.add_reader(descriptor, leave)
+
+
+if __name__ == "__main__":
+    main()

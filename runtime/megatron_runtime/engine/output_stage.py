@@ -1,0 +1,276 @@
+"""From engine steps to messages: stop texts, partials grouped by destination, finals.
+
+Tokens that may be part of a stop text are held back; what was sent is never taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
+from megatron_runtime.requests.errors import serialize_error
+from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
+
+
+class Detokenizer(Protocol):
+    """Text of one growing sequence of tokens; an unfinished character is kept back."""
+
+    def feed(self, ids: Iterable[int]) -> str: ...
+
+
+@dataclass(slots=True)
+class StopText:
+    """A stop text that was found: the answer's text ends at `end`."""
+
+    text: str
+    end: int
+
+
+class StopMatcher:
+    """Looks for stop texts in the text of one request, token by token."""
+
+    def __init__(self, stop_words: Sequence[str], detokenizer: Detokenizer, *, min_tokens: int = 0) -> None:
+        self.text = ""
+        self._stops = [stop for stop in stop_words if stop]
+        self._hold = max((len(stop) for stop in self._stops), default=1) - 1
+        self._detokenizer = detokenizer
+        self._min_tokens = min_tokens
+        self._ends: list[int] = []
+        """Length of the text after each token."""
+
+    def skip(self, tokens: Iterable[int]) -> None:
+        """Take in tokens that were sent before: they are known not to complete a stop text."""
+        for token in tokens:
+            self._append(token)
+
+    def feed(self, token: int) -> StopText | None:
+        start = max(0, len(self.text) - self._hold)
+        self._append(token)
+        if len(self._ends) < self._min_tokens:
+            return None
+        found = [(at, stop) for stop in self._stops if (at := self.text.find(stop, start)) >= 0]
+        if not found:
+            return None
+        at, stop = min(found)
+        return StopText(stop, at)
+
+    def releasable(self) -> int:
+        """How many tokens, from the first, lie wholly before any text that could begin a stop."""
+        limit = len(self.text) - self._hold
+        count = len(self._ends)
+        while count and self._ends[count - 1] > limit:
+            count -= 1
+        return count
+
+    def _append(self, token: int) -> None:
+        self.text += self._detokenizer.feed((token,))
+        self._ends.append(len(self.text))
+
+
+@dataclass(slots=True)
+class LogProbDetails:
+    """Log-probabilities of one request, by token id. `first` is the number of the first token they tell about: those
+    before it were generated, and reported, elsewhere.
+    """
+
+    first: int
+    chosen: list[float] = field(default_factory=list)
+    top: list[TopLogProbs] = field(default_factory=list)
+    prompt: list[float] | None = None
+    prompt_top: list[TopLogProbs] | None = None
+
+    def take(self, output: RequestOutput) -> None:
+        self.chosen += output.new_log_probs or ()
+        self.top += output.new_top_n_logprobs or ()
+        if output.prompt_log_probs is not None:
+            self.prompt, self.prompt_top = output.prompt_log_probs, output.prompt_top_n_logprobs
+
+    def of_partial(self, start: int, stop: int) -> dict[str, Any]:
+        """The extras of tokens `start` to `stop`; with a request's first ones come those of its prompt."""
+        part = slice(start - self.first, stop - self.first)
+        extras: dict[str, Any] = {"log_probs": self.chosen[part]}
+        if self.top:
+            extras["top_n_logprobs"] = self.top[part]
+        if start == self.first:
+            extras.update(self._of_prompt())
+        return extras
+
+    def of_final(self) -> dict[str, Any]:
+        reply: dict[str, Any] = {"generated_log_probs": self.chosen, **self._of_prompt()}
+        if self.top:
+            reply["generated_top_n_logprobs"] = self.top
+        if self.first:
+            reply["log_probs_from"] = self.first
+        return reply
+
+    def _of_prompt(self) -> dict[str, Any]:
+        named = {"prompt_log_probs": self.prompt, "prompt_top_n_logprobs": self.prompt_top}
+        return {name: values for name, values in named.items() if values is not None}
+
+
+def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
+    """The `error` of a reply: what happened, and which parameter was at fault where one was."""
+    if isinstance(error, str):
+        return {"code": int(code), "type": code.name, "message": error}
+    told = {"code": int(code), **serialize_error(error)}
+    if isinstance(error, InvalidSamplingParamsError):
+        told["field"] = error.field
+    return told
+
+
+def _told(summary: RequestSummary) -> dict[str, Any]:
+    return {
+        "queue_seconds": summary.queue_seconds,
+        "prefill_seconds": summary.prefill_seconds,
+        "decode_seconds": summary.decode_seconds,
+        "policy_epoch": summary.policy_epoch,
+        "kv_cache_epoch": summary.kv_cache_epoch,
+        "events": [event.serialize() for event in summary.events],
+    }
+
+
+@dataclass(slots=True)
+class OpenRequest:
+    """A dispatch under way, as the output stage sees it. `tokens` holds every generated token from the first."""
+
+    dispatch: Dispatch
+    params: SamplingParams
+    tokens: list[int]
+    sent: int
+    matcher: StopMatcher | None
+    details: LogProbDetails | None = None
+
+
+class OutputStage:
+    """Requests open on this engine, by dispatch id.
+
+    send:          hands the frames of a message to the coordinator. False: it takes none of that size.
+    finish_early:  tells the engine that a request ended by a stop text.
+    """
+
+    def __init__(
+        self,
+        *,
+        send: Callable[[Frames], bool | None],
+        finish_early: Callable[[int], object],
+        detokenizer: Callable[[], Detokenizer | None],
+    ) -> None:
+        self.open: dict[int, OpenRequest] = {}
+        self.idle = asyncio.Event()
+        """Set while no request is open."""
+        self.idle.set()
+        self._send = send
+        self._finish_early = finish_early
+        self._detokenizer = detokenizer
+
+    def add(self, dispatch: Dispatch, params: SamplingParams, generated: Sequence[int]) -> None:
+        matcher = None
+        if params.stop_words:
+            detokenizer = self._detokenizer()
+            if detokenizer is None:
+                self.refuse(dispatch, ErrorCode.INVALID_REQUEST, "stop_words need a model with a tokenizer")
+                return
+            matcher = StopMatcher(params.stop_words, detokenizer, min_tokens=params.min_tokens)
+            matcher.skip(generated)
+        self.open[dispatch.dispatch_id] = OpenRequest(
+            dispatch=dispatch,
+            params=params,
+            tokens=list(generated),
+            sent=len(generated),
+            matcher=matcher,
+            details=LogProbDetails(first=len(generated)) if params.wants_log_probs else None,
+        )
+        self.idle.clear()
+
+    def forget(self, dispatch_id: int) -> None:
+        self.open.pop(dispatch_id, None)
+        if not self.open:
+            self.idle.set()
+
+    def refuse(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
+        """End a request that was never begun."""
+        self.forget(dispatch.dispatch_id)
+        reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}
+        self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
+
+    def step(self, outputs: Iterable[RequestOutput]) -> None:
+        """Take what one engine step produced: one PARTIAL per destination, then the finals, which carry the rest."""
+        partials: dict[int, list[tuple[OpenRequest, int]]] = {}
+        finals: list[tuple[OpenRequest, RequestOutput, StopText | None]] = []
+        for output in outputs:
+            request = self.open.get(output.request_id)
+            if request is None:
+                continue
+            found = self._take(request, output)
+            if found is not None and output.finish_reason is None:
+                self._finish_early(output.request_id)
+            if found is not None or output.finish_reason is not None:
+                finals.append((request, output, found))
+                continue
+            upto = self._sendable(request)
+            if request.dispatch.meta.streaming and upto - request.sent >= request.params.streaming_interval:
+                partials.setdefault(request.dispatch.route, []).append((request, upto))
+        for route, ready in partials.items():
+            self._send_partial(route, ready)
+        for request, output, found in finals:
+            self.forget(output.request_id)
+            self._send_final(request, output, found)
+
+    def _take(self, request: OpenRequest, output: RequestOutput) -> StopText | None:
+        if request.details is not None:
+            request.details.take(output)
+        for token in output.new_tokens:
+            request.tokens.append(token)
+            if request.matcher is not None:
+                found = request.matcher.feed(token)
+                if found is not None:
+                    return found
+        return None
+
+    def _sendable(self, request: OpenRequest) -> int:
+        if request.matcher is None:
+            return len(request.tokens)
+        return max(request.sent, request.matcher.releasable())
+
+    def _send_partial(self, route: int, ready: list[tuple[OpenRequest, int]]) -> None:
+        entries, tokens, extras = [], [], {}
+        for request, upto in ready:
+            dispatch = request.dispatch
+            entries.append(PartialEntry(dispatch.uid, dispatch.dispatch_id, request.sent, upto - request.sent))
+            tokens.append(tokens_to_bytes(request.tokens[request.sent : upto]))
+            if request.details is not None:
+                extras[dispatch.uid] = request.details.of_partial(request.sent, upto)
+            request.sent = upto
+        self._send(Partial(route, entries, b"".join(tokens), pack(extras) if extras else b"").to_frames())
+
+    def _send_final(self, request: OpenRequest, output: RequestOutput, found: StopText | None) -> None:
+        failed = output.finish_reason == "error"
+        reply: dict[str, Any] = {
+            "status": "FAILED" if failed else "COMPLETED",
+            "finish_reason": "stop" if found else output.finish_reason,
+            "prompt_length": output.prompt_length,
+            "generated_length": len(request.tokens),
+            "num_cached_tokens": output.num_cached_tokens,
+        }
+        if output.summary is not None:
+            reply.update(_told(output.summary))
+        if found is not None and request.matcher is not None:
+            keep = len(found.text) if request.params.detokenize_stop_sequence else 0
+            reply["generated_text"] = request.matcher.text[: found.end + keep]
+            reply["stop_reason"] = found.text
+        elif output.stop_token is not None:
+            reply["stop_reason"] = output.stop_token
+        if request.details is not None:
+            reply.update(request.details.of_final())
+        if failed:
+            reply["error"] = error_map(output.error_code, output.error or "the request failed")
+        dispatch = request.dispatch
+        final = Final(dispatch.dispatch_id, dispatch.uid, tokens_to_bytes(request.tokens), pack(reply))
+        if self._send(final.to_frames()) is False:
+            size = sum(map(len, final.to_frames()))
+            self.refuse(dispatch, ErrorCode.TOO_LARGE, f"the answer has {size} bytes: ask for fewer log-probabilities")

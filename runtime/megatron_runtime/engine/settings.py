@@ -1,0 +1,76 @@
+"""What one engine process is told at start. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megatron_runtime.distributed.shard import ParallelSizes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings of `megatron engine`.
+
+    coordinator:       address of the coordinator's engine port, "tcp://host:port".
+    name:              stable identity of this engine; the same after a restart.
+    model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
+    model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
+    executor:          "torch" runs the model; "echo" answers from a hash of the tokens, for tests of everything else.
+    device:            "auto" takes a GPU where there is one, "cpu", "cuda".
+    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", on a processor "int8" and "int4", too.
+    max_sequence_length: prompt + generated tokens of one request; None means what the model was made for.
+    max_requests:      requests generated at once.
+    max_tokens:        most tokens of one step.
+    chunked_prefill:   spread prompts longer than max_tokens over several steps.
+    kv_cache_memory:   bytes of the KV cache; an echo engine takes 16 MiB at most.
+    batch_invariant:   answers in float32 do not depend on what runs beside them; see InferenceConfig.
+    prefix_caching:    requests share the KV of equal prefixes.
+    prefix_eviction:   "lru" keeps blocks that nobody holds until their memory is needed; "ref_zero" forgets them.
+    kv_cache_mode:     what a suspend does with the KV cache: "persist" keeps it, "offload" moves what is in use to host
+                       memory, "recompute" drops it.
+    block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
+    model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: not said.
+    revision:          hash of what this engine was rendered from; shown in the status.
+    health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
+    keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
+    threads:           torch threads of all ranks of this machine or pod together; None leaves torch's choice.
+    parallel:          over how many ranks the engine is spread.
+    rendezvous_seconds: how long ranks wait for each other at the start.
+    step_timeout_seconds: a step in which no rank gets on for so long ends an engine of several ranks.
+    echo_step_seconds: how long a step of the echo executor takes.
+    echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
+    echo_faults:       what goes wrong in an echo engine; see faults.py.
+    drain_seconds:     after SIGTERM, time to finish what is in flight before it is handed over.
+    """
+
+    coordinator: str
+    name: str
+    model: str = "builtin:smollm2-135m"
+    model_format: Literal["Auto", "GGUF", "SafeTensors", "TorchDist"] = "Auto"
+    executor: Literal["torch", "echo"] = "torch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: str = "auto"
+    max_sequence_length: int | None = None
+    max_requests: int = 64
+    max_tokens: int = 2048
+    chunked_prefill: bool = True
+    kv_cache_memory: int = 1 << 30
+    batch_invariant: bool = False
+    prefix_caching: bool = True
+    prefix_eviction: Literal["lru", "ref_zero"] = "lru"
+    kv_cache_mode: Literal["persist", "offload", "recompute"] = "recompute"
+    block_size_tokens: int = 256
+    model_hash: str = ""
+    revision: str = ""
+    health_port: int | None = None
+    keys_dir: Path | None = None
+    threads: int | None = None
+    parallel: ParallelSizes = field(default_factory=ParallelSizes)
+    rendezvous_seconds: float = 300.0
+    step_timeout_seconds: float = 60.0
+    echo_step_seconds: float = 0.0
+    echo_ranks: int = 1
+    echo_faults: tuple[str, ...] = ()
+    drain_seconds: float = 60.0

@@ -1,0 +1,1 @@
+"""Layers in torch that the model families share."""

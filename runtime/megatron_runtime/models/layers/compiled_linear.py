@@ -1,0 +1,135 @@
+"""Linears and embeddings on packed matrices, and the factory that a model's weights are made by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from megatron_kernels.cpu.compiled import entry
+from megatron_kernels.cpu.entry_points import LOOK_UP
+from megatron_kernels.cpu.memory import WeightMemory
+from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_kernels.cpu.records import PRODUCT
+from megatron_kernels.cpu.switches import Switch, is_on
+from megatron_kernels.cpu.team import shared_team
+from megatron_kernels.cpu.tuning import tuning
+from megatron_kernels.quantized import QuantizedTensor, concatenate
+from megatron_runtime.models.layers.embedding import Embedding
+from megatron_runtime.models.layers.linear import DenseLinears, Linear, Weight
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
+
+
+class NativeLinear(Linear):
+    """y_TN = x_TK @ weight_NK.T on a packed matrix; activations are float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.outputs, matrix.inputs
+        self._record = matrix.record
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        x_TK = x_TK.to(torch.float32).contiguous()
+        count, width = x_TK.shape
+        y_TN = torch.empty(count, self.out_features)
+        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
+        counter = np.zeros(1, dtype=np.int64)
+        job = np.zeros(1, dtype=PRODUCT)
+        job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
+        job["tokens"], job["width"], job["pieces"] = count, width, tuning().pieces
+        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
+        shared_team().run_product(job)
+        return y_TN
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.data.nbytes
+
+    def dense(self) -> torch.Tensor:
+        """weight_NK in float32, as it was rounded."""
+        return _rows(self._record, torch.arange(self.out_features), self.in_features)
+
+
+class NativeEmbedding(Embedding):
+    """x_TD of a packed table, float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.num_rows = matrix.outputs
+        self.matrix = matrix
+        self._record = matrix.record
+
+    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return _rows(self._record, ids_T, self.matrix.inputs)
+
+    def dense(self) -> torch.Tensor:
+        return self(torch.arange(self.num_rows))
+
+
+def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.Tensor:
+    y_TK = np.empty((len(ids_T), inputs), dtype=np.float32)
+    ids = ids_T.to(torch.int64).numpy()
+    entry()(LOOK_UP, record.ctypes.data, ids.ctypes.data, len(ids), y_TK.ctypes.data)
+    return torch.from_numpy(y_TK)
+
+
+class NativeLinears:
+    """Implements LinearFactory. A matrix of a size that cannot be packed stays dense.
+
+    format: of dense weights; quantised ones are taken as they are where the format is an integer one, else
+            unpacked on their way into panels.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, format: Format) -> None:
+        self._format = format
+        self.quantized_kinds = QUANTIZED_KINDS
+        self._dense = DenseLinears(self.dtype)
+        self._memory = WeightMemory()
+
+    def settle(self) -> None:
+        """All matrices are made: steps will read them."""
+        if is_on(Switch.LARGE_PAGES):
+            self._memory.join_pages()
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        if fits(*weight_NK.shape):
+            return NativeLinear(self._pack(weight_NK, self._format))
+        return self._dense.linear(_dense(weight_NK))
+
+    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        return tuple(map(self.linear, weights))
+
+    def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
+        if all(fits(*part.shape) for part in parts):
+            return NativeLinear(self._pack(parts, self._format))
+        return self.linear(concatenate(parts))
+
+    def embedding(self, weight_VD: Weight) -> Embedding:
+        return (
+            NativeEmbedding(self._pack(weight_VD, self._table_format))
+            if fits(*weight_VD.shape)
+            else self._dense.embedding(_dense(weight_VD))
+        )
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        if not fits(*weight_VD.shape):
+            return self._dense.tied(_dense(weight_VD))
+        matrix = self._pack(weight_VD, self._table_format)
+        return NativeEmbedding(matrix), NativeLinear(matrix)
+
+    def _pack(self, weight: Weight | Sequence[QuantizedTensor], format: Format) -> PackedMatrix:
+        return pack(weight, format, self._memory)
+
+    @property
+    def _table_format(self) -> Format:
+        """Embeddings are not spread as evenly as other weights: four bits are too few."""
+        return "int8" if self._format == "int4" else self._format
+
+
+def _dense(weight: Weight) -> torch.Tensor:
+    return weight if isinstance(weight, torch.Tensor) else weight.dequantize()

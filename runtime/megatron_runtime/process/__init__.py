@@ -1,0 +1,1 @@
+"""What every process of the runtime has: health probes and sacrificial child processes."""

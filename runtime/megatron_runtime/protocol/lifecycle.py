@@ -1,0 +1,125 @@
+"""Every lifecycle table: states of engines and coordinators, legal signals, and the paths between states.
+
+The coordinator, the engines and the operator's planner read the same tables (docs/protocol.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from megatron_runtime.protocol.headers import PROFILER, Header
+
+
+class EngineState(StrEnum):
+    RUNNING = "RUNNING"
+    PAUSING = "PAUSING"
+    PAUSED = "PAUSED"
+    UNPAUSING = "UNPAUSING"
+    SUSPENDING = "SUSPENDING"
+    SUSPENDED = "SUSPENDED"
+    RESUMING = "RESUMING"
+    RESUMED = "RESUMED"
+    STOPPING = "STOPPING"
+    STOPPED = "STOPPED"
+
+
+class CoordinatorState(StrEnum):
+    RECOVERING = "RECOVERING"
+    RUNNING = "RUNNING"
+    PAUSED = "PAUSED"
+    SUSPENDED = "SUSPENDED"
+    STOPPING = "STOPPING"
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """What one signal does. A coordinator in `idempotent_in` answers success and does nothing.
+
+    After `lands_in` is reached, a coordinator goes to `coordinator_after` (STOP: RUNNING again, for future engines).
+    """
+
+    legal_from: frozenset[CoordinatorState]
+    lands_in: EngineState
+    passing: EngineState
+    coordinator_after: CoordinatorState
+    idempotent_in: frozenset[CoordinatorState] = frozenset()
+
+
+_C, _E = CoordinatorState, EngineState
+
+TRANSITIONS: dict[Header, Transition] = {
+    Header.PAUSE: Transition(
+        frozenset({_C.RUNNING}), _E.PAUSED, _E.PAUSING, _C.PAUSED, frozenset({_C.PAUSED, _C.SUSPENDED})
+    ),
+    Header.UNPAUSE: Transition(frozenset({_C.PAUSED}), _E.RUNNING, _E.UNPAUSING, _C.RUNNING),
+    Header.SUSPEND: Transition(frozenset({_C.PAUSED}), _E.SUSPENDED, _E.SUSPENDING, _C.SUSPENDED),
+    Header.RESUME: Transition(frozenset({_C.SUSPENDED}), _E.PAUSED, _E.RESUMING, _C.PAUSED),
+    Header.STOP: Transition(frozenset({_C.PAUSED, _C.SUSPENDED}), _E.STOPPED, _E.STOPPING, _C.RUNNING),
+}
+"""Signals by header. RESUME lands in PAUSED: generation starts again only with UNPAUSE."""
+
+PASSING_STATES = frozenset(transition.passing for transition in TRANSITIONS.values())
+"""States of an engine between its acknowledgement and the commit."""
+
+LEGAL_SIGNALS: dict[Header, frozenset[CoordinatorState]] = {
+    **{signal: transition.legal_from | transition.idempotent_in for signal, transition in TRANSITIONS.items()},
+    Header.DRAIN: frozenset({_C.RUNNING}),
+    Header.UPDATE_WEIGHTS: frozenset({_C.RUNNING, _C.PAUSED}),
+}
+"""Coordinator states in which the operator may send each signal."""
+
+NEXT_SIGNAL: dict[tuple[CoordinatorState, CoordinatorState], Header] = {
+    (_C.RUNNING, _C.PAUSED): Header.PAUSE,
+    (_C.RUNNING, _C.SUSPENDED): Header.PAUSE,
+    (_C.RUNNING, _C.STOPPING): Header.PAUSE,
+    (_C.PAUSED, _C.RUNNING): Header.UNPAUSE,
+    (_C.PAUSED, _C.SUSPENDED): Header.SUSPEND,
+    (_C.PAUSED, _C.STOPPING): Header.STOP,
+    (_C.SUSPENDED, _C.RUNNING): Header.RESUME,
+    (_C.SUSPENDED, _C.PAUSED): Header.RESUME,
+    (_C.SUSPENDED, _C.STOPPING): Header.STOP,
+}
+"""The first signal on the shortest path from one steady state to another. STOPPING is the goal of a stop."""
+
+STEADY_ENGINE_STATES: dict[CoordinatorState, frozenset[EngineState]] = {
+    _C.RUNNING: frozenset({_E.RUNNING}),
+    _C.PAUSED: frozenset({_E.PAUSED, _E.RESUMED}),
+    _C.SUSPENDED: frozenset({_E.SUSPENDED}),
+}
+"""Engine states that agree with each steady coordinator state. RESUME lands in PAUSED by way of RESUMED."""
+
+SETTLED_ENGINE_STATE: dict[EngineState, EngineState] = {
+    _E.PAUSING: _E.PAUSED,
+    _E.UNPAUSING: _E.PAUSED,
+    _E.SUSPENDING: _E.SUSPENDED,
+    _E.RESUMING: _E.PAUSED,
+    _E.RESUMED: _E.PAUSED,
+    _E.STOPPING: _E.STOPPED,
+}
+"""The state of an engine that did the work of a signal whose commit was lost with the coordinator."""
+
+ENGINE_LEGAL_FROM: dict[Header, frozenset[EngineState]] = {
+    Header.PAUSE: frozenset({_E.RUNNING, _E.PAUSED, _E.SUSPENDED}),
+    Header.UNPAUSE: frozenset({_E.PAUSED}),
+    Header.SUSPEND: frozenset({_E.PAUSED}),
+    Header.RESUME: frozenset({_E.SUSPENDED}),
+    Header.STOP: frozenset({_E.PAUSED, _E.SUSPENDED}),
+    Header.UPDATE_WEIGHTS: frozenset({_E.RUNNING, _E.PAUSED}),
+    **{signal: frozenset(_E) for signal in PROFILER},
+}
+"""Settled engine states in which an engine carries out each signal."""
+
+
+def signals_to_join(state: EngineState, target: CoordinatorState) -> tuple[Header, ...]:
+    """The signals that bring an engine in `state` to the state of the coordinator that it joins, in order.
+
+    Empty if the engine agrees already, or if `state` or `target` is not steady.
+    """
+    if state.value not in CoordinatorState.__members__ or target not in STEADY_ENGINE_STATES:
+        return ()
+    reached, signals = CoordinatorState(state.value), []
+    while (signal := NEXT_SIGNAL.get((reached, target))) is not None:
+        signals.append(signal)
+        reached = TRANSITIONS[signal].coordinator_after
+    return tuple(signals)

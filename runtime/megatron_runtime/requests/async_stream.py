@@ -1,0 +1,105 @@
+"""A stream of the answers to one request: filled by a client, iterated by its caller."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Any, Self
+
+
+class AsyncStream:
+    """Items in the order they were put, then the end, or the exception that finish() was given.
+
+    cancel: called with the request id when the reader leaves before the end; at most once.
+    loop:   the reader's loop; with it put() and finish() may be called from other threads.
+    """
+
+    def __init__(
+        self, request_id: Any, cancel: Callable[[Any], object], loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.request_id = request_id
+        self._cancel = cancel
+        self._loop = loop
+        self._items: deque[Any] = deque()
+        self._error: BaseException | type[BaseException] | None = None
+        self._finished = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will be put."""
+        return self._finished
+
+    def put(self, item: Any) -> None:
+        """Add an item; after finish() it is ignored."""
+        if self._is_foreign():
+            self._call_reader(self.put, item)
+        elif not self._finished:
+            self._items.append(item)
+            self._wake()
+
+    def finish(self, error: Any = None) -> None:
+        """End the stream; an exception (or exception class) is raised after the last item. Idempotent."""
+        if self._is_foreign():
+            self._call_reader(self.finish, error)
+        elif not self._finished:
+            self._finished = True
+            if isinstance(error, BaseException) or (isinstance(error, type) and issubclass(error, BaseException)):
+                self._error = error
+            self._wake()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Any:
+        while True:
+            if self._items:
+                return self._items.popleft()
+            if self._finished:
+                error, self._error = self._error, None
+                if error is not None:
+                    raise error
+                raise StopAsyncIteration
+            self._waiter = asyncio.get_running_loop().create_future()
+            await self._waiter
+
+    async def generator(self) -> AsyncGenerator[Any]:
+        """The items as a generator. Closed midway it cancels the request, and asyncio.CancelledError comes out."""
+        try:
+            async for item in self:
+                yield item
+        except GeneratorExit:
+            await self.aclose()
+            raise asyncio.CancelledError from None
+
+    async def aclose(self) -> None:
+        """Abort the request if it is open, drop what was not read, and wake the reader. Idempotent."""
+        self._items.clear()
+        self._error = None
+        if not self._finished:
+            self._finished = True
+            self._cancel(self.request_id)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _call_reader(self, method: Callable[[Any], None], argument: Any) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(method, argument)
+        except RuntimeError:
+            if not self._loop.is_closed():
+                raise
+            # Nobody can read any more.
+
+    def _is_foreign(self) -> bool:
+        """Called outside the reader's loop, from another thread."""
+        if self._loop is None:
+            return False
+        try:
+            return asyncio.get_running_loop() is not self._loop
+        except RuntimeError:
+            return self._loop.is_running() or self._loop.is_closed()

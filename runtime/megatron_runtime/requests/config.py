@@ -1,0 +1,269 @@
+"""How an engine is set up: `InferenceConfig`, frozen; every component gets its own slice. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from enum import StrEnum
+from typing import Any, Literal, get_args
+
+DEFAULT_MAX_REQUESTS = 64
+DEFAULT_MAX_TOKENS = 16_384
+
+
+class KVCacheManagementMode(StrEnum):
+    """What SUSPEND does with the KV cache."""
+
+    PERSIST = "persist"
+    """It stays where it is."""
+    OFFLOAD = "offload"
+    """It is copied to host memory, and back at RESUME."""
+    RECOMPUTE = "recompute"
+    """It is dropped; requests in flight are computed again after RESUME."""
+
+
+class PrefixCachingEvictionPolicy(StrEnum):
+    """What becomes of a cached block that no request holds."""
+
+    REF_ZERO = "ref_zero"
+    """It is freed and forgotten at once."""
+    LRU = "lru"
+    """It stays findable until its memory is needed; the least recently used leaf goes first."""
+
+
+class RoutingPolicy(StrEnum):
+    """How a request finds its engine."""
+
+    LOAD_BALANCED = "LoadBalanced"
+    """The fewest requests in flight, the lowest index on ties."""
+    ROUND_ROBIN = "RoundRobin"
+    FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
+    """An engine that was given a prompt with the same first block, weighed against its load."""
+    LONGEST_PREFIX = "LongestPrefix"
+    """The engine that was given the longest common prefix, weighed against its load."""
+
+
+PrefixCachingCoordinatorPolicy = RoutingPolicy
+
+SamplingBackend = Literal["torch", "flashinfer"]
+LogprobsMode = Literal["raw_logprobs", "processed_logprobs"]
+AsyncSchedMode = Literal["LEGACY"]
+
+
+class InvalidConfigError(ValueError):
+    """A field of InferenceConfig is out of range, or asks for what this engine does not do. `field` names it."""
+
+    def __init__(self, field: str, value: object, remedy: str) -> None:
+        super().__init__(f"InferenceConfig.{field}={value!r}: {remedy}")
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InferenceConfig:
+    """Limits and habits of one engine, under Megatron-Core's names and defaults. An unknown name is a TypeError.
+
+    Memory and limits:
+    block_size_tokens:     granularity of block hashes and of the prefix cache, in tokens.
+    buffer_size_gb:        KV cache, in GiB.
+    paused_buffer_size_gb: of it, what paused requests may keep, in GiB; None leaves it to the engine.
+    max_requests:          requests generated at once; None means DEFAULT_MAX_REQUESTS.
+    max_tokens:            most tokens of one step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
+    max_sequence_length:   prompt + generated tokens of one request; None means what the model was made for.
+    max_waiting:           requests kept waiting for a slot; more are refused. (Not in Megatron-Core.)
+    unified_memory_level:  1 puts the KV cache into managed memory that may overflow to the host; 0 does not.
+
+    Suspend:
+    kv_cache_management_mode:  see KVCacheManagementMode.
+    static_kv_memory_pointers: RESUME brings the KV cache back to the same addresses, so that CUDA graphs stay valid.
+
+    CUDA graphs:
+    num_cuda_graphs:       graphs captured for decode steps; None lets the engine choose, 0 captures none.
+    cuda_graph_mixed_prefill_count: prefill requests that a graph of a mixed step has room for.
+    cuda_graph_max_tokens: largest step that is captured, in tokens.
+    use_cuda_graphs_for_non_decode_steps: capture mixed steps as well.
+
+    Scheduling:
+    enable_chunked_prefill: a prompt may be spread over several steps; otherwise it must fit max_tokens.
+    materialize_only_last_token_logits: logits of prompt tokens are computed only for requests that ask for their
+                           log-probabilities; otherwise always.
+    num_speculative_tokens: tokens proposed ahead of each decode step.
+    async_sched_mode:      how the next step is planned while one runs.
+    batch_invariant:       in float32 on one rank of a processor, tokens and log-probabilities of a request are the same
+                           to the bit, whatever runs beside it and however its prompt is cut, cached or computed again.
+                           (Not in Megatron-Core.)
+
+    Prefix cache:
+    enable_prefix_caching: requests share the KV of equal prefixes.
+    prefix_caching_eviction_policy: see PrefixCachingEvictionPolicy.
+    prefix_caching_coordinator_policy: how the coordinator chooses an engine; see RoutingPolicy.
+    prefix_caching_routing_alpha: weight of a cached prefix against free capacity, 0 to 1.
+
+    Sampling:
+    sampling_backend:      what samples; "flashinfer" needs that library and a GPU.
+    offset_sampling_seed_by_dp_rank: requests without a seed of their own differ between data-parallel ranks.
+    logprobs_mode:         log-probabilities of unmodified logits, or after temperature and filters.
+
+    Records and logs:
+    track_paused_request_events:   keep a PAUSE event for each step that a request sat out.
+    track_generated_token_events:  keep a GENERATED_TOKEN event for each token.
+    logging_step_interval: log the load every so many steps; 0 does not.
+
+    Many ranks:
+    ep_consensus_interval: steps between agreements of expert ranks while busy.
+    disable_ep_consensus:  expert ranks do not agree; only for one expert rank.
+    use_synchronous_zmq_collectives: block in those agreements.
+    """
+
+    block_size_tokens: int = 256
+    buffer_size_gb: float = 20.0
+    paused_buffer_size_gb: float | None = None
+    max_requests: int | None = None
+    max_tokens: int | None = None
+    max_sequence_length: int | None = 2560
+    max_waiting: int = 4096
+    unified_memory_level: int = 0
+    kv_cache_management_mode: KVCacheManagementMode = KVCacheManagementMode.PERSIST
+    static_kv_memory_pointers: bool = False
+    num_cuda_graphs: int | None = None
+    cuda_graph_mixed_prefill_count: int = 16
+    cuda_graph_max_tokens: int = 512
+    use_cuda_graphs_for_non_decode_steps: bool = True
+    enable_chunked_prefill: bool = False
+    materialize_only_last_token_logits: bool = True
+    num_speculative_tokens: int = 0
+    async_sched_mode: AsyncSchedMode = "LEGACY"
+    batch_invariant: bool = False
+    enable_prefix_caching: bool = False
+    prefix_caching_eviction_policy: PrefixCachingEvictionPolicy = PrefixCachingEvictionPolicy.REF_ZERO
+    prefix_caching_coordinator_policy: RoutingPolicy = RoutingPolicy.LOAD_BALANCED
+    prefix_caching_routing_alpha: float = 0.5
+    sampling_backend: SamplingBackend = "torch"
+    offset_sampling_seed_by_dp_rank: bool = True
+    logprobs_mode: LogprobsMode = "raw_logprobs"
+    track_paused_request_events: bool = False
+    track_generated_token_events: bool = False
+    logging_step_interval: int = 0
+    ep_consensus_interval: int = 20
+    disable_ep_consensus: bool = False
+    use_synchronous_zmq_collectives: bool = False
+
+    def __post_init__(self) -> None:
+        for name, kind in _ENUMS.items():
+            value = getattr(self, name)
+            try:
+                object.__setattr__(self, name, kind(value))
+            except ValueError:
+                allowed = ", ".join(repr(member.value) for member in kind)
+                raise InvalidConfigError(name, value, f"want one of {allowed}") from None
+        for names, is_valid, allowed in _RULES:
+            for name in names:
+                value = getattr(self, name)
+                if not is_valid(value):
+                    raise InvalidConfigError(name, value, f"want {allowed}")
+        if self.step_tokens < self.request_slots:
+            raise InvalidConfigError(
+                "max_tokens",
+                self.step_tokens,
+                f"less than max_requests={self.request_slots}, and every running request needs one token a step: "
+                "raise max_tokens or lower max_requests",
+            )
+
+    @property
+    def request_slots(self) -> int:
+        """max_requests, resolved."""
+        if self.max_requests is not None:
+            return self.max_requests
+        return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
+
+    @property
+    def step_tokens(self) -> int:
+        """max_tokens, resolved."""
+        return self.max_tokens if self.max_tokens is not None else max(DEFAULT_MAX_TOKENS, self.max_requests or 0)
+
+    @property
+    def buffer_bytes(self) -> int:
+        return int(self.buffer_size_gb * (1 << 30))
+
+    def require_default(self, *names: str, because: str) -> None:
+        """For an engine that does not do what these fields ask for: refuse every value but the default.
+
+        Raises InvalidConfigError naming the first such field, `because` and the value to leave it at.
+        """
+        defaults = {field.name: field.default for field in fields(self)}
+        for name in names:
+            if getattr(self, name) != defaults[name]:
+                raise InvalidConfigError(name, getattr(self, name), f"{because}: leave it at {defaults[name]!r}")
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _at_least(low: int, *, optional: bool = False) -> Any:
+    return lambda value: (optional and value is None) or (_is_int(value) and value >= low)
+
+
+def _amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < float("inf")
+
+
+def _one_of(kind: Any) -> tuple[Any, str]:
+    allowed = get_args(kind)
+    return lambda value: value in allowed, f"one of {', '.join(map(repr, allowed))}"
+
+
+_ENUMS: dict[str, type[StrEnum]] = {
+    "kv_cache_management_mode": KVCacheManagementMode,
+    "prefix_caching_eviction_policy": PrefixCachingEvictionPolicy,
+    "prefix_caching_coordinator_policy": RoutingPolicy,
+}
+"""These fields take a member or its value."""
+
+_RULES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
+    (
+        (
+            "block_size_tokens",
+            "max_waiting",
+            "cuda_graph_mixed_prefill_count",
+            "cuda_graph_max_tokens",
+            "ep_consensus_interval",
+        ),
+        _at_least(1),
+        "an integer >= 1",
+    ),
+    (("max_requests", "max_tokens"), _at_least(1, optional=True), "an integer >= 1, or None"),
+    (("max_sequence_length",), _at_least(2, optional=True), "an integer >= 2, or None"),
+    (("num_speculative_tokens", "logging_step_interval"), _at_least(0), "an integer >= 0"),
+    (("num_cuda_graphs",), _at_least(0, optional=True), "an integer >= 0, or None"),
+    (("unified_memory_level",), lambda value: _is_int(value) and value in (0, 1), "0 or 1"),
+    (("buffer_size_gb",), _amount, "a number > 0"),
+    (
+        ("paused_buffer_size_gb",),
+        lambda value: value is None or value == 0 or _amount(value),
+        "a number >= 0, or None",
+    ),
+    (
+        ("prefix_caching_routing_alpha",),
+        lambda value: value == 0 or (_amount(value) and value <= 1),
+        "a number from 0 to 1",
+    ),
+    (("sampling_backend",), *_one_of(SamplingBackend)),
+    (("logprobs_mode",), *_one_of(LogprobsMode)),
+    (("async_sched_mode",), *_one_of(AsyncSchedMode)),
+    (
+        (
+            "static_kv_memory_pointers",
+            "use_cuda_graphs_for_non_decode_steps",
+            "enable_chunked_prefill",
+            "batch_invariant",
+            "materialize_only_last_token_logits",
+            "enable_prefix_caching",
+            "offset_sampling_seed_by_dp_rank",
+            "track_paused_request_events",
+            "track_generated_token_events",
+            "disable_ep_consensus",
+            "use_synchronous_zmq_collectives",
+        ),
+        lambda value: isinstance(value, bool),
+        "True or False",
+    ),
+)

@@ -1,0 +1,263 @@
+"""How the tokens of one request are chosen and when they end. No torch: shared by clients, servers and engines."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Self
+
+from megatron_runtime.protocol.text import printable
+
+STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
+"""value: a JSON schema (map), nothing, a regular expression, a Lark grammar, a list of texts."""
+
+MAX_LOGIT_BIAS_TOKENS = 1024
+MAX_TOP_LOGPROBS = 1000
+
+MAX_QUOTED_CHARACTERS = 200
+"""A longer value is cut where an error quotes it."""
+
+IGNORE_EOS = -1
+"""`termination_id` that lets no token of the vocabulary end a request."""
+
+
+class InvalidSamplingParamsError(ValueError):
+    """A sampling parameter is out of range. `field` names it, the message carries value, range and remedy."""
+
+    def __init__(self, field: str, value: object, allowed: str) -> None:
+        super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
+        self.field = field
+        self.allowed = allowed
+
+
+def _brief(value: object) -> str:
+    """The value as an error quotes it: repr() fails for what is nested too deeply or has too many digits."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):
+        return f"<{type(value).__name__}>"
+    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[:MAX_QUOTED_CHARACTERS] + "…"
+
+
+@dataclass(eq=True)
+class SamplingParams:
+    """Sampling parameters of one request (Megatron-Core `SamplingParams`, and the fields this runtime adds).
+
+    The logits are penalised and biased, divided by the temperature, then filtered by top-k, top-p and min-p in this
+    order; 0 switches a filter off.
+
+    temperature:           divides the logits; 0 means greedy.
+    top_k:                 keep the k most likely tokens; 0 keeps all; 1 means greedy.
+    top_p:                 keep the smallest set of tokens whose probability reaches p; 0 and 1 keep all.
+    min_p:                 keep tokens at least min_p times as likely as the likeliest.
+    repetition_penalty:    divides positive and multiplies negative logits of tokens seen in prompt or answer (Keskar et
+                           al. 2019, arXiv:1909.05858); 1 is off.
+    presence_penalty:      subtracted from the logits of tokens in the answer, -2 to 2.
+    frequency_penalty:     subtracted once for each time a token is in the answer, -2 to 2.
+    logit_bias:            added to the logits of these tokens, -100 to 100 each.
+    structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
+    num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
+    num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
+    min_tokens:            tokens generated before an end-of-sequence token or stop may end the request; the tokens that
+                           would end it are not drawn before, unless structured output allows nothing else.
+    termination_id:        the token that ends the request; None means the model's own, -1 means none.
+    stop_token_ids:        further tokens that end the request (kept out of the answer's text).
+    stop_words:            texts that end the request.
+    detokenize_stop_sequence: keep the matched stop text in the answer.
+    seed:                  64-bit seed; None lets the originator of the request mint one.
+    return_log_probs:      log-probability of each generated token: of unmodified logits or of what was sampled from, as
+                           the engine's logprobs_mode says.
+    top_n_logprobs:        log-probabilities of the n likeliest tokens at each position, too.
+    skip_prompt_log_probs: no log-probabilities for prompt tokens.
+    return_prompt_tokens:  the reply carries the prompt's tokens.
+    return_segments:       the reply carries the text of each token.
+    add_BOS:               put the begin-of-sequence token before a string prompt.
+    streaming:             send partial replies.
+    streaming_interval:    fewest unsent tokens that make a partial reply.
+    priority:              the lower number goes first where requests wait; equal ones in the order of arrival.
+    cache_salt:            requests share cached prefixes only with requests of the same salt.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 0.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] | None = None
+    structured_output: dict[str, Any] | None = None
+    num_tokens_to_generate: int | None = None
+    num_tokens_total: int | None = None
+    min_tokens: int = 0
+    termination_id: int | None = None
+    stop_token_ids: list[int] | None = None
+    stop_words: list[str] | None = None
+    detokenize_stop_sequence: bool = False
+    seed: int | None = None
+    return_log_probs: bool = False
+    top_n_logprobs: int = 0
+    skip_prompt_log_probs: bool = True
+    return_prompt_tokens: bool = False
+    return_segments: bool = False
+    add_BOS: bool = False
+    streaming: bool = False
+    streaming_interval: int = 1
+    priority: int = 0
+    cache_salt: str | None = None
+
+    def __post_init__(self) -> None:
+        self.validate()
+
+    def validate(self) -> None:
+        """Raise InvalidSamplingParamsError for the first field that is out of range."""
+        for name, allowed, is_valid in _RULES:
+            value = getattr(self, name)
+            if not is_valid(value):
+                raise InvalidSamplingParamsError(name, value, allowed)
+        if self.num_tokens_to_generate is not None and self.num_tokens_total is not None:
+            raise InvalidSamplingParamsError(
+                "num_tokens_total", self.num_tokens_total, "either num_tokens_to_generate or num_tokens_total, not both"
+            )
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0 or self.top_k == 1
+
+    @property
+    def wants_log_probs(self) -> bool:
+        return self.return_log_probs or self.top_n_logprobs > 0
+
+    @property
+    def wants_prompt_log_probs(self) -> bool:
+        """Its prompt has to be computed whole: what a prefix cache holds tells nothing about it."""
+        return self.wants_log_probs and not self.skip_prompt_log_probs
+
+    def check_vocabulary(self, vocab_size: int) -> None:
+        """Raise InvalidSamplingParamsError if a parameter names a token that the model does not have."""
+        unknown = [token for token in self.logit_bias or () if token >= vocab_size]
+        if unknown:
+            raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
+
+    def add_attributes(self, attributes: Mapping[str, Any]) -> None:
+        """Set attributes, known or not; unknown ones survive serialize() and deserialize()."""
+        known = {field.name for field in fields(self)}
+        for name, value in attributes.items():
+            if name not in known and hasattr(type(self), name):
+                raise InvalidSamplingParamsError(name, value, "another name: this one is a part of the class")
+            setattr(self, name, value)
+        self.validate()
+
+    def serialize(self) -> dict[str, Any]:
+        """Every attribute, as msgpack-ready values."""
+        return dict(self.__dict__)
+
+    @classmethod
+    def deserialize(cls, data: Mapping[str, Any]) -> Self:
+        known = {field.name for field in fields(cls)}
+        params = cls(**{name: value for name, value in data.items() if name in known})
+        params.add_attributes({name: value for name, value in data.items() if name not in known})
+        return params
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return _is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def _optional_int_at_least(low: int) -> Any:
+    return lambda value: value is None or (_is_int(value) and value >= low)
+
+
+def _list_of(kind: type) -> Any:
+    return lambda value: (
+        value is None
+        or (
+            isinstance(value, list | tuple)
+            and all(isinstance(item, kind) and not isinstance(item, bool) for item in value)
+        )
+    )
+
+
+def _flag(value: object) -> bool:
+    return isinstance(value, bool)
+
+
+def _in_range(low: float, high: float) -> Any:
+    # Integers beyond the range of floats compare exactly, so they are refused here.
+    return lambda value: _is_number(value) and low <= value <= high
+
+
+def _is_logit_bias(value: object) -> bool:
+    return value is None or (
+        isinstance(value, dict)
+        and len(value) <= MAX_LOGIT_BIAS_TOKENS
+        and all(_is_int(token) and token >= 0 and _in_range(-100, 100)(bias) for token, bias in value.items())
+    )
+
+
+def _is_structured_output(value: object) -> bool:
+    match value:
+        case None | {"type": "json_object"} | {"type": "json_schema", "value": dict()}:
+            return True
+        case {"type": "regex" | "grammar", "value": str(text)}:
+            return bool(text)
+        case {"type": "choice", "value": [*texts]}:
+            return bool(texts) and all(isinstance(text, str) and text for text in texts)
+    return False
+
+
+_RULES: tuple[tuple[str, str, Any], ...] = (
+    ("temperature", "a finite number >= 0", _in_range(0, sys.float_info.max)),
+    ("top_k", "an integer >= 0 (0 switches it off)", lambda v: _is_int(v) and v >= 0),
+    ("top_p", "a number from 0 to 1 (0 and 1 switch it off)", _in_range(0, 1)),
+    ("min_p", "a number from 0 to 1 (0 switches it off)", _in_range(0, 1)),
+    (
+        "repetition_penalty",
+        "a number above 0, at most 100 (1 switches it off)",
+        lambda v: _in_range(0, 100)(v) and v > 0,
+    ),
+    ("presence_penalty", "a number from -2 to 2", _in_range(-2, 2)),
+    ("frequency_penalty", "a number from -2 to 2", _in_range(-2, 2)),
+    (
+        "logit_bias",
+        f"a map of at most {MAX_LOGIT_BIAS_TOKENS} token ids to numbers from -100 to 100, or None",
+        _is_logit_bias,
+    ),
+    (
+        "structured_output",
+        f"a map with a type of {', '.join(STRUCTURED_OUTPUT_TYPES)} and the value that goes with it, or None",
+        _is_structured_output,
+    ),
+    ("num_tokens_to_generate", "an integer >= 1, or None", _optional_int_at_least(1)),
+    ("num_tokens_total", "an integer >= 1, or None", _optional_int_at_least(1)),
+    ("min_tokens", "an integer >= 0", lambda v: _is_int(v) and v >= 0),
+    ("termination_id", "a token id, -1 for none, or None for the model's own", _optional_int_at_least(-1)),
+    ("stop_token_ids", "a list of token ids, or None", _list_of(int)),
+    ("stop_words", "a list of strings, or None", _list_of(str)),
+    ("detokenize_stop_sequence", "true or false", _flag),
+    ("seed", "an integer from 0 to 2**64 - 1, or None", lambda v: v is None or (_is_int(v) and 0 <= v < 1 << 64)),
+    ("return_log_probs", "true or false", _flag),
+    ("top_n_logprobs", f"an integer from 0 to {MAX_TOP_LOGPROBS}", lambda v: _is_int(v) and 0 <= v <= MAX_TOP_LOGPROBS),
+    ("streaming", "true or false", _flag),
+    ("streaming_interval", "an integer >= 1", lambda v: _is_int(v) and v >= 1),
+    ("skip_prompt_log_probs", "true or false", _flag),
+    ("return_prompt_tokens", "true or false", _flag),
+    ("return_segments", "true or false", _flag),
+    ("add_BOS", "true or false", _flag),
+    ("priority", "an integer from -2**31 to 2**31 - 1", lambda v: _is_int(v) and -(1 << 31) <= v < 1 << 31),
+    (
+        "cache_salt",
+        "a text of at most 256 characters, or None",
+        lambda v: v is None or (isinstance(v, str) and len(v) <= 256),
+    ),
+)

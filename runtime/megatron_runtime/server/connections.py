@@ -1,0 +1,162 @@
+"""HTTP connections with deadlines: no client holds one open without making progress, and their number is limited.
+
+uvicorn gives a connection only a keep-alive timeout. `Connection` adds what a server needs that is reachable by hostile
+clients. All deadlines are checked by one sweep over the connections, twice a second.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.settings import ConnectionLimits
+
+MAX_HEADER_BYTES = 16 * 1024
+"""Request line and headers. One slice more may be read before the limit is noticed."""
+MAX_HEADERS = 128
+
+_SLICE_BYTES = 4 * 1024
+_PARSE_SECONDS = 0.01
+_LINGER_SECONDS = 2.0
+"""After an answer that ends the connection early: what the client still sends is read and dropped for so long. Without
+that the kernel resets the connection, and the client may lose the answer."""
+
+
+class Connection(H11Protocol):
+    """One connection. Deadlines apply to what the client owes: headers, a body, or reading its answer."""
+
+    def __init__(self, *, limits: ConnectionLimits, **options: Any) -> None:
+        super().__init__(**options)
+        self._limits = limits
+        self._since = self._heard = self.loop.time()
+        self._stalled_since: float | None = None
+        self._refused_at: float | None = None
+        self._backlog = bytearray()
+        self._is_parsing_later = False
+        self._phase: tuple[str, object] = ("headers", None)
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) <= self._limits.max_connections:
+            return
+        others = (other for other in self.connections if isinstance(other, Connection) and other is not self)
+        idle = [other for other in others if other.is_evictable]
+        if idle:
+            min(idle, key=lambda other: other._heard).transport.abort()
+        else:
+            message = f"This server has {self._limits.max_connections} connections open: try again."
+            self._refuse(ApiError(503, message, code="too_many_connections", retry_after_seconds=1))
+            self.transport.close()
+
+    @property
+    def is_evictable(self) -> bool:
+        """No request is in progress, though a part of its headers may have come."""
+        return self.conn.their_state is h11.IDLE and self._refused_at is None and not self.transport.is_closing()
+
+    def data_received(self, data: bytes) -> None:
+        self._heard = self.loop.time()
+        self._backlog += data
+        if self._is_parsing_later:
+            self.transport.pause_reading()  # uvicorn may have resumed it
+        else:
+            self._parse()
+
+    def _parse(self) -> None:
+        """Parse what has come. A body in chunks of one byte takes long: other connections are served in between.
+
+        h11 gets it in slices, because it checks the size of headers only while they are incomplete.
+        """
+        self._is_parsing_later = False
+        began = time.perf_counter()
+        while self._backlog and self._refused_at is None and not self.transport.is_closing():
+            piece = bytes(self._backlog[:_SLICE_BYTES])
+            del self._backlog[:_SLICE_BYTES]
+            super().data_received(piece)
+            if self._backlog and time.perf_counter() - began > _PARSE_SECONDS and not self.transport.is_closing():
+                self._is_parsing_later = True
+                self.transport.pause_reading()
+                self.loop.call_soon(self._parse)
+                return
+        self._backlog.clear()
+        if not self.flow.read_paused and not self.transport.is_closing():
+            self.transport.resume_reading()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer a request that is no HTTP. Called while h11's error is handled, which knows the status."""
+        error = sys.exception()
+        status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
+        if status == 431:
+            message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
+            self._refuse(ApiError(431, message, code="headers_too_large"))
+        else:
+            self._refuse(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
+
+    def sweep(self, now: float) -> None:
+        """End the connection if a deadline has passed. now: time of the event loop."""
+        unsent = self.transport.get_write_buffer_size() > 0
+        answered = self.cycle is None or self.cycle.response_complete or self.transport.is_closing()
+        if not self.flow.write_paused and not (unsent and answered):
+            self._stalled_since = None
+        elif self._stalled_since is None:
+            self._stalled_since = now
+        elif now - self._stalled_since > self._limits.stall_seconds:
+            self.transport.abort()
+        if self.transport.is_closing():
+            return
+        if self._refused_at is not None:
+            if now - self._refused_at > _LINGER_SECONDS:
+                self.transport.close()
+            return
+        phase = (self._owed(), self.cycle)
+        if phase != self._phase:
+            self._phase, self._since = phase, now
+        if phase[0] == "headers" and now - self._since > self._limits.header_seconds:
+            self._time_out("headers", self._limits.header_seconds)
+        elif phase[0] == "body" and now - self._since > self._limits.body_seconds:
+            self._time_out("body", self._limits.body_seconds)
+        elif phase[0] == "body" and (self.flow.read_paused or self._is_parsing_later):
+            self._heard = now
+        elif phase[0] == "body" and now - self._heard > self._limits.body_idle_seconds:
+            self._time_out("next part of the body", self._limits.body_idle_seconds)
+
+    def _owed(self) -> str:
+        """What the client has to send now; "" for nothing: it waits for an answer, or uvicorn's keep-alive runs."""
+        if self.conn.their_state is h11.SEND_BODY:
+            return "body"
+        is_idle = self.conn.their_state is h11.IDLE and self.timeout_keep_alive_task is None
+        return "headers" if is_idle else ""
+
+    def _time_out(self, what: str, seconds: float) -> None:
+        if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
+            self.transport.close()  # nothing was asked, so nothing is answered
+            return
+        self._refuse(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
+
+    def _refuse(self, error: ApiError) -> None:
+        """Answer in place of the application, where no answer has begun, and end the connection."""
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            body = json.dumps(error.body()).encode()
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+                *((name.encode(), value.encode()) for name, value in error.headers.items()),
+            ]
+            response = h11.Response(status_code=error.status, headers=headers, reason=STATUS_PHRASES[error.status])
+            for event in (response, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event) or b"")
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        self._refused_at = self.loop.time()
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+        else:
+            self.transport.close()

@@ -1,0 +1,206 @@
+"""`megatron server`: one HTTP process, from start to drained end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+from collections.abc import Generator
+
+import uvicorn
+
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.process.health import HealthServer
+from megatron_runtime.protocol.headers import Role
+from megatron_runtime.server.app import create_app
+from megatron_runtime.server.connections import MAX_HEADER_BYTES, Connection
+from megatron_runtime.server.listener import BACKLOG, listen
+from megatron_runtime.server.service import Service
+from megatron_runtime.server.settings import ConnectionLimits, ServerSettings
+from megatron_runtime.server.tls import Certificate
+from megatron_runtime.tokenization import Tokenizer, load_tokenizer
+from megatron_runtime.transport.security import PeerKeys
+
+logger = logging.getLogger(__name__)
+
+_CLOSE_SECONDS = 2
+"""After the drain: time for the last bytes to leave."""
+_OTHER_FILES = 512
+"""Beside connections: libraries, the coordinator, probes."""
+_DEFAULT_LIMITS = ConnectionLimits()
+_TICKS_OF_SWEEP = 5
+"""Of uvicorn's main loop, a tenth of a second each."""
+
+
+def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> None:
+    """Serve until SIGTERM or SIGINT, then drain and return; a second signal cuts the drain short.
+
+    listener: an already bound socket; None binds host and port.
+    Raises OSError when the address is taken and TokenizerLoadError when the model has no readable tokenizer.
+    """
+    _raise_file_limit(settings.connections.max_connections)
+    listener = listener or listen(host=settings.host, port=settings.port)
+    with listener:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text at a time: no thread for each CPU
+        tokenizer = load_tokenizer(settings.model)
+        tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
+        gc.freeze()  # modules and vocabulary stay as long as the process: no collection, and no stream, waits for them
+        loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))
+
+
+def _raise_file_limit(connections: int) -> None:
+    """Let the process have so many connections: each is an open file, and the usual soft limit is 1024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        logger.warning("the limit of %d open files is below --max-connections %d: raise the limit", hard, connections)
+        wanted = hard
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+class HttpServer(uvicorn.Server):
+    """uvicorn with limits on its connections, and signals left to the caller, who drains first."""
+
+    def __init__(self, config: uvicorn.Config, *, limits: ConnectionLimits) -> None:
+        super().__init__(config)
+        self._limits = limits
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        loop = asyncio.get_running_loop()
+
+        def connection() -> Connection:
+            options = {"server_state": self.server_state, "app_state": self.lifespan.state, "_loop": loop}
+            return Connection(limits=self._limits, config=self.config, **options)
+
+        await self.lifespan.startup()
+        tls = self.config.ssl
+        seconds = None if tls is None else self._limits.handshake_seconds
+        self.servers = [
+            await loop.create_server(connection, sock=sock, ssl=tls, ssl_handshake_timeout=seconds, backlog=BACKLOG)
+            for sock in sockets or ()
+        ]
+        self.started = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if counter % _TICKS_OF_SWEEP == 0:
+            now = asyncio.get_running_loop().time()
+            for connection in list(self.server_state.connections):
+                connection.sweep(now)  # type: ignore[union-attr]  # they are all made above
+        return await super().on_tick(counter)
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None]:
+        yield
+
+
+def http_server(app: object, *, limits: ConnectionLimits = _DEFAULT_LIMITS, access_log: bool = False) -> HttpServer:
+    """Return the configured HTTP server of an application."""
+    return HttpServer(
+        uvicorn.Config(
+            app,  # type: ignore[arg-type]  # any ASGI callable
+            log_level="info" if access_log else "warning",
+            access_log=access_log,
+            lifespan="off",
+            http="h11",
+            ws="none",
+            h11_max_incomplete_event_size=MAX_HEADER_BYTES,
+            timeout_keep_alive=limits.keep_alive_seconds,
+            timeout_graceful_shutdown=_CLOSE_SECONDS,
+        ),
+        limits=limits,
+    )
+
+
+async def drain(service: Service, http: HttpServer) -> None:
+    """Stop being ready, let open requests end while the drain time lasts, answer the rest with an error, close."""
+    service.draining = True
+    settings = service.settings
+    logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(settings.drain_seconds):
+            await _first(service.expired.wait(), _lingered(service))
+    service.expired.set()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_CLOSE_SECONDS):
+            await service.wait_idle()
+    service.text_work.close()
+    http.should_exit = True
+
+
+async def _lingered(service: Service) -> None:
+    await asyncio.sleep(service.settings.linger_seconds)
+    await service.wait_idle()
+
+
+async def _first(*waits: object) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:
+    keys = PeerKeys.load(settings.keys_dir, Role.CLIENT) if settings.keys_dir is not None else None
+    client = InferenceClient(settings.coordinator, deserialize=False, keys=keys, model=settings.model_hash)
+    app = create_app(settings, backend=client, tokenizer=tokenizer)
+    service: Service = app.state.service
+    http = http_server(app, limits=settings.connections)
+    certificate = _certificate(settings)
+    if certificate is not None:
+        http.config.load()
+        http.config.ssl = certificate.context
+    health = _health_server(service)
+    stop = asyncio.Event()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            service.expired.set()
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    if health is not None:
+        await health.start()
+    await client.start(connect_timeout_seconds=0)  # readiness says when it is connected
+    serving = asyncio.create_task(http.serve(sockets=[listener]))
+    stopping = asyncio.create_task(stop.wait())
+    renewing = asyncio.create_task(certificate.watch()) if certificate is not None else None
+    try:
+        await asyncio.wait({serving, stopping}, return_when=asyncio.FIRST_COMPLETED)
+        if not serving.done():
+            await drain(service, http)
+        await serving
+    finally:
+        stopping.cancel()
+        if renewing is not None:
+            renewing.cancel()
+        if health is not None:
+            await health.stop()
+        client.stop()
+
+
+def _health_server(service: Service) -> HealthServer | None:
+    settings = service.settings
+    if settings.health_port is None:
+        return None
+    return HealthServer(
+        missing=service.missing, registry=service.metrics.registry, host=settings.host, port=settings.health_port
+    )
+
+
+def _certificate(settings: ServerSettings) -> Certificate | None:
+    if settings.tls_certificate_file is None or settings.tls_key_file is None:
+        return None
+    return Certificate(settings.tls_certificate_file, settings.tls_key_file)

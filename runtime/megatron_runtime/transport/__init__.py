@@ -1,0 +1,1 @@
+"""Connections between peers: the registered peer connection, the coordinator's router, CURVE keys."""

@@ -1,0 +1,178 @@
+"""CURVE keys and their roles. Whoever connects must hold the key of the port's role; the port is the role.
+
+A key directory holds Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
+`engine`, `client` or `admin`. A file may hold two keys, one a line: the second generation during a rotation. A port
+admits either; a peer tries one key of the server after the other. Of its own pair a process uses the first line.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+import zmq
+
+from megatron_runtime.protocol.headers import Role
+
+logger = logging.getLogger(__name__)
+
+Z85_KEY_LENGTH = 40
+
+
+class KeyFileError(ValueError):
+    """A key file is missing or not Z85 text. Names the file and the remedy."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeyPair:
+    public: bytes
+    secret: bytes
+
+    @classmethod
+    def generate(cls) -> KeyPair:
+        public, secret = zmq.curve_keypair()
+        return cls(public, secret)
+
+
+@dataclass(frozen=True, slots=True)
+class PeerKeys:
+    """What a client, engine or admin needs: its own pair and the coordinator's public key, or keys in a rotation.
+
+    source: the directory and role that refreshed() reads again; None for keys that came from elsewhere.
+    """
+
+    own: KeyPair
+    server_public: bytes
+    other_server_publics: tuple[bytes, ...] = ()
+    source: tuple[Path, Role] | None = None
+
+    @classmethod
+    def load(cls, directory: Path, role: Role) -> PeerKeys:
+        own = _load_pair(directory, role.name.lower())
+        first, *others = _read_keys(directory / "server.pub")
+        return cls(own, first, tuple(others), (directory, role))
+
+    def stamp(self) -> tuple[int, int] | None:
+        """Changes whenever the file of its own pair does; None for keys that came from elsewhere."""
+        if self.source is None:
+            return None
+        directory, role = self.source
+        try:
+            status = (directory / f"{role.name.lower()}.key").stat()
+        except OSError:
+            return None
+        return status.st_ino, status.st_mtime_ns
+
+    def refreshed(self) -> PeerKeys:
+        """The keys of this moment: those that the files hold now, or the same where they cannot be read."""
+        if self.source is None:
+            return self
+        try:
+            return PeerKeys.load(*self.source)
+        except KeyFileError as error:
+            logger.warning("the keys in use stay: %s", error)
+            return self
+
+    def server_key(self, attempt: int) -> bytes:
+        """The coordinator's public key to try: the next one with each attempt."""
+        servers = (self.server_public, *self.other_server_publics)
+        return servers[attempt % len(servers)]
+
+    def apply(self, socket: zmq.Socket[bytes], *, attempt: int = 0) -> None:
+        """Set before connect(). `attempt` counts the connections made: each tries the next key of the server."""
+        socket.curve_publickey = self.own.public
+        socket.curve_secretkey = self.own.secret
+        socket.curve_serverkey = self.server_key(attempt)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerKeys:
+    """What the coordinator needs: its own pair and, for each role, the public keys that may connect to its port."""
+
+    own: KeyPair
+    allowed: dict[Role, frozenset[bytes]]
+
+    @classmethod
+    def load(cls, directory: Path) -> ServerKeys:
+        allowed = {role: frozenset(_read_keys(directory / f"{role.name.lower()}.pub")) for role in Role}
+        return cls(_load_pair(directory, "server"), allowed)
+
+
+class KeyDirectory:
+    """The coordinator's key files, read again when they change. A mounted Secret changes by a swap of links."""
+
+    def __init__(self, path: Path) -> None:
+        self.keys = ServerKeys.load(path)
+        self._path = path
+        self._seen = self._signature()
+
+    def changed(self) -> bool:
+        """Whether `keys` are other ones now. Files that cannot be read change nothing until they can."""
+        signature = self._signature()
+        if signature == self._seen:
+            return False
+        self._seen = signature
+        try:
+            keys = ServerKeys.load(self._path)
+        except KeyFileError as error:
+            logger.warning("the keys in use stay: %s", error)
+            return False
+        if keys.own != self.keys.own:
+            logger.warning("%s: the server's own key changed; it is used from the next start on", self._path)
+        changed, self.keys = keys != self.keys, keys
+        return changed
+
+    def _signature(self) -> tuple[tuple[str, int, int], ...]:
+        names = ["server.key", *(f"{role.name.lower()}.pub" for role in Role)]
+        found = []
+        for name in names:
+            try:
+                status = (self._path / name).stat()
+            except OSError:
+                continue
+            found.append((name, status.st_ino, status.st_mtime_ns))
+        return tuple(found)
+
+
+class Gatekeeper:
+    """Says who may connect to the port of a role, and counts the refused."""
+
+    def __init__(self, keys: ServerKeys) -> None:
+        self.refused = 0
+        self.keys = keys
+        """May be replaced at any time; who is connected already is not asked again."""
+
+    def admits(self, role: Role, key: bytes) -> bool:
+        return key in self.keys.allowed[role]
+
+    def refuse(self) -> None:
+        self.refused += 1
+
+
+def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:
+    """Fresh pairs as `{file name: Z85 text}`."""
+    files = {}
+    for role in roles:
+        pair = KeyPair.generate()
+        files[f"{role}.pub"] = pair.public.decode()
+        files[f"{role}.key"] = pair.secret.decode()
+    return files
+
+
+def _read_keys(path: Path) -> list[bytes]:
+    try:
+        lines = path.read_text().split()
+    except OSError as error:
+        raise KeyFileError(
+            f"key file {path}: {error.strerror}. Mount the keys Secret there, or leave --keys-dir out"
+        ) from error
+    keys = [line.encode() for line in lines]
+    if not keys or any(len(key) != Z85_KEY_LENGTH for key in keys):
+        raise KeyFileError(f"key file {path}: want one Z85 key of {Z85_KEY_LENGTH} characters a line")
+    return keys
+
+
+def _load_pair(directory: Path, name: str) -> KeyPair:
+    secret = _read_keys(directory / f"{name}.key")[0]
+    return KeyPair(zmq.curve_public(secret), secret)

@@ -1,0 +1,292 @@
+"""One connection to a ROUTER, seen from either side: from its greeting to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Protocol, TypeAlias, cast
+
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.frames import (
+    COMMAND,
+    GREETING_BYTES,
+    LONG,
+    LONG_HEADER_BYTES,
+    MORE,
+    ViolationError,
+)
+from megatron_runtime.transport.zmtp.handshake import Box, Handshake, NotAdmittedError
+
+logger = logging.getLogger(__name__)
+
+PeerId: TypeAlias = tuple[int, bytes]
+"""Number of the port and routing id: one connection."""
+
+MESSAGES_A_TURN = 256
+"""Handled in one turn of the loop; then other connections get theirs."""
+FRAMES_A_MESSAGE = 64
+PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
+"""Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
+ENVELOPE_BYTES = 64
+"""More than encryption adds to a frame."""
+_HANDSHAKE_BYTES = 4096
+"""At most, of a frame of somebody who has not been admitted."""
+
+
+class Owner(Protocol):
+    """The port that connections belong to."""
+
+    def opened(self, connection: Connection) -> None:
+        """It exists; its handshake has not begun."""
+
+    def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
+        """Its handshake is over. Gives its name. Raises ViolationError."""
+
+    def received(self, peer: PeerId, frames: Frames) -> None:
+        """A message. What it raises is given to failed()."""
+
+    def failed(self, frames: Frames) -> None:
+        """Within an except clause: received() raised something."""
+
+    def flush_soon(self, connection: Connection) -> None:
+        """It has something to send."""
+
+    def lost(self, connection: Connection, violation: ViolationError | None) -> None:
+        """It is over, its peer's fault or not."""
+
+
+class Connection(asyncio.Protocol):
+    """peer: b"" as its routing id until it is admitted. heard: whether anything came since somebody last looked.
+    ended_by_peer: once it is over, whether a FIN or RST of the other side ended it.
+
+    max_message_bytes:  a message beyond it ends the connection.
+    send_buffer_bytes: what waits to be sent beyond it makes the connection full.
+    """
+
+    _transport: asyncio.Transport
+
+    def __init__(self, owner: Owner, handshake: Handshake, *, max_message_bytes: int, send_buffer_bytes: int) -> None:
+        self.peer: PeerId = (0, b"")
+        self.heard = True
+        self.is_open = False
+        self.ended_by_peer = False
+        self._ended_here = False
+        self._owner = owner
+        self._received = owner.received
+        self._handshake = handshake
+        self._box: Box | None = None
+        self._violation: ViolationError | None = None
+        # Receiving: what came of a frame that is not whole yet, and of a message.
+        self._greeted = False
+        self._rest = bytearray()
+        self._need = GREETING_BYTES
+        self._limit = _HANDSHAKE_BYTES
+        self._max_message_bytes = max_message_bytes
+        self._message: Frames = []
+        # Sending: what goes out at the end of this turn of the loop.
+        self._send_buffer_bytes = send_buffer_bytes
+        self._paused = False
+        self._out: list[bytes] = []
+        self._out_bytes = 0
+
+    @property
+    def key(self) -> bytes:
+        """The Z85 public key that it was admitted with; b"" without keys."""
+        return self._handshake.key
+
+    # --- the loop's side ------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast("asyncio.Transport", transport)
+        self._transport.set_write_buffer_limits(high=self._send_buffer_bytes)
+        self._owner.opened(self)
+        self._write(frames.greeting(self._handshake.mechanism, as_server=self._handshake.as_server))
+        first = self._handshake.begin()
+        if first:
+            self._write(frames.frame(COMMAND, first))
+
+    def connection_lost(self, error: Exception | None) -> None:
+        self.is_open = False
+        self.ended_by_peer = not self._ended_here and (error is None or isinstance(error, ConnectionError))
+        self._rest.clear()
+        self._out.clear()
+        self._owner.lost(self, self._violation)
+
+    def pause_writing(self) -> None:
+        self._paused = True
+
+    def resume_writing(self) -> None:
+        self._paused = False
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = True
+        if self._rest:
+            self._rest += data
+            if len(self._rest) < self._need:
+                return
+            data = bytes(self._rest)
+            self._rest.clear()
+        try:
+            self._read(data)
+        except ViolationError as error:
+            self._violate(error)
+
+    # --- receiving ------------------------------------------------------------------------------------------------
+
+    def _read(self, data: bytes) -> None:
+        """Take the frames of `data`; what is left of it waits for more."""
+        position, end = 0, len(data)
+        if not self._greeted:
+            if end < GREETING_BYTES:
+                self._keep(data, need=GREETING_BYTES)
+                return
+            frames.check_greeting(data, self._handshake.mechanism)
+            self._greeted = True
+            position = GREETING_BYTES
+        need = 2
+        turn = MESSAGES_A_TURN
+        while end - position >= 2:
+            flags = data[position]
+            if flags & LONG:
+                begin = position + LONG_HEADER_BYTES
+                if begin > end:
+                    need = LONG_HEADER_BYTES
+                    break
+                size = int.from_bytes(data[position + 1 : begin], "big")
+            else:
+                begin = position + 2
+                size = data[position + 1]
+            if size > self._limit:
+                raise ViolationError(f"a frame of {size} bytes: at most {self._limit}")
+            stop = begin + size
+            if stop > end:
+                need = stop - position
+                break
+            body = data[begin:stop]
+            position = stop
+            if self._box is None and flags <= LONG and flags != MORE and self.is_open and not self._message:
+                message = [body]
+                try:
+                    self._received(self.peer, message)
+                except Exception:
+                    self._owner.failed(message)
+            else:
+                self._take(flags, body)
+            if self._transport.is_closing():
+                return
+            turn -= 1
+            if not turn and end - position >= 2:
+                self._rest_a_turn(data[position:])
+                return
+        if position < end:
+            self._keep(data[position:], need=need)
+
+    def _keep(self, data: bytes, *, need: int) -> None:
+        self._rest += data
+        self._need = need
+
+    def _rest_a_turn(self, data: bytes) -> None:
+        self._transport.pause_reading()
+        asyncio.get_running_loop().call_soon(self._resume, data)
+
+    def _resume(self, data: bytes) -> None:
+        if self._transport.is_closing():
+            return
+        self._transport.resume_reading()
+        self.data_received(data)
+
+    def _take(self, flags: int, body: bytes) -> None:
+        if not self.is_open:
+            self._shake_hands(flags, body)
+            return
+        if self._box is not None:
+            flags, body = self._box.open(body)
+        if flags & COMMAND:
+            answer = frames.pong(body)
+            if answer is not None and not self._paused:
+                self._send_command(answer)
+            return
+        message = self._message
+        message.append(body)
+        if flags & MORE:
+            if len(message) > FRAMES_A_MESSAGE or sum(map(len, message)) > self._limit:
+                raise ViolationError("a message of too many frames or bytes")
+            return
+        self._message = []
+        try:
+            self._received(self.peer, message)
+        except Exception:
+            self._owner.failed(message)
+
+    def _shake_hands(self, flags: int, command: bytes) -> None:
+        if not flags & COMMAND:
+            raise ViolationError("a message before the handshake is over")
+        answer = self._handshake.receive(command)
+        said = self._handshake.properties
+        if said is not None:
+            if said.get(b"socket-type") not in PARTNERS:
+                raise ViolationError(f"a socket of type {said.get(b'socket-type')!r}: a ROUTER's partner is no such")
+            self.peer = self._owner.admitted(self, said.get(b"identity", b""))
+            self.is_open = True
+            self._limit = self._max_message_bytes + (0 if self._handshake.box is None else ENVELOPE_BYTES)
+        if answer:
+            self._write(frames.frame(COMMAND, answer))
+        self._box = self._handshake.box
+
+    def _violate(self, violation: ViolationError) -> None:
+        self._violation = violation
+        if isinstance(violation, NotAdmittedError):
+            # A peer that is told so does not knock again ten times a second.
+            self._write(frames.frame(COMMAND, frames.error(b"400")))
+            self.close()
+        else:
+            self.abort()
+
+    # --- sending --------------------------------------------------------------------------------------------------
+
+    def send(self, message: Frames) -> bool:
+        """Have it sent at the end of this turn of the loop. False when too much waits already."""
+        if self._paused or self._out_bytes > self._send_buffer_bytes:
+            return False
+        if self._box is None:
+            encoded = frames.frame(0, message[0]) if len(message) == 1 else frames.message(message)
+        else:
+            last = len(message) - 1
+            encoded = b"".join([self._box.close(MORE if n < last else 0, body) for n, body in enumerate(message)])
+        if not self._out:
+            self._owner.flush_soon(self)
+        self._out.append(encoded)
+        self._out_bytes += len(encoded)
+        return True
+
+    def ping(self) -> None:
+        self._send_command(frames.PING)
+
+    def flush(self) -> None:
+        """The end of a turn: one call to the system for all that came together."""
+        out, self._out, self._out_bytes = self._out, [], 0
+        if out and not self._transport.is_closing():
+            self._transport.write(out[0] if len(out) == 1 else b"".join(out))
+
+    def close(self) -> None:
+        """End it when what was sent has gone out."""
+        if self._out:
+            self.flush()
+        self._ended_here = True
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End it now."""
+        self._ended_here = True
+        self._transport.abort()
+
+    def _send_command(self, body: bytes) -> None:
+        self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
+
+    def _write(self, data: bytes) -> None:
+        """Handshake and commands wait for nothing but what is to go before them."""
+        if self._out:
+            self.flush()
+        if not self._transport.is_closing():
+            self._transport.write(data)

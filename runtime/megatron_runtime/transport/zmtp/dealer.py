@@ -1,0 +1,167 @@
+"""A DEALER on the event loop: one connection to a ROUTER, made again when it ends. What it takes in has a bound.
+
+ZeroMQ's own socket has none: its limits are for one frame and for whole messages, and a message that never ends fills
+the memory of the process that reads it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.transport.security import PeerKeys
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.connection import Connection, PeerId
+from megatron_runtime.transport.zmtp.frames import ViolationError
+from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 3.0
+HANDSHAKE_SECONDS = 3.0
+RETRY_SECONDS, RETRY_SECONDS_MAX = 0.1, 2.0
+_SEND_BUFFER_BYTES = 4 << 20
+_PROPERTIES = frames.properties([(b"Socket-Type", b"DEALER"), (b"Identity", b"")])
+
+
+class AddressError(ValueError):
+    """An address that is neither `tcp://HOST:PORT` nor `ipc://PATH`."""
+
+
+def parse_address(address: str) -> tuple[str, int] | Path:
+    """Host and port, or the path of a Unix socket. Raises AddressError."""
+    try:
+        parts = urlsplit(address)
+        if parts.scheme == "tcp" and parts.hostname and parts.port:
+            return parts.hostname, parts.port
+        if parts.scheme == "ipc" and not parts.netloc and parts.path:
+            return Path(parts.path)
+    except ValueError:
+        pass
+    raise AddressError(f"address {address!r}: want tcp://HOST:PORT or ipc:///PATH")
+
+
+class Dealer:
+    """Connects from start() to close().
+
+    keys:       its own pair and the ROUTER's key; None: no encryption.
+    attempt:    which of the ROUTER's keys to use, where there are several.
+    on_message: called with the frames of each message. What it raises is logged and counted.
+    max_message_bytes: a larger message ends the connection.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        on_message: Callable[[Frames], None],
+        *,
+        keys: PeerKeys | None = None,
+        attempt: int = 0,
+        max_message_bytes: int,
+    ) -> None:
+        self.handler_errors = 0
+        self._address = parse_address(address)
+        self._on_message = on_message
+        self._keys = keys
+        self._attempt = attempt
+        self._max_message_bytes = max_message_bytes
+        self._connection: Connection | None = None
+        self._ended = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._address}")
+
+    def send(self, message: Frames) -> bool:
+        """False where there is no open connection, or too much waits on it: nothing is kept for later."""
+        connection = self._connection
+        return connection is not None and connection.is_open and connection.send(message)
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Idempotent. What was sent has `linger_ms` to go out."""
+        if self._task is not None:
+            self._task.cancel()
+            self._task = None
+        connection, self._connection = self._connection, None
+        if connection is None:
+            return
+        if linger_ms and connection.is_open:
+            connection.close()
+            asyncio.get_running_loop().call_later(linger_ms / 1000, connection.abort)
+        else:
+            connection.abort()
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        pause = RETRY_SECONDS
+        while True:
+            self._ended.clear()
+            try:
+                async with asyncio.timeout(CONNECT_SECONDS):
+                    if isinstance(self._address, Path):
+                        _, connection = await loop.create_unix_connection(self._make_connection, str(self._address))
+                    else:
+                        _, connection = await loop.create_connection(self._make_connection, *self._address)
+            except (OSError, TimeoutError):
+                pass
+            else:
+                await self._ended.wait()
+                if connection.peer[1]:
+                    pause = RETRY_SECONDS
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, RETRY_SECONDS_MAX)
+
+    def _make_connection(self) -> Connection:
+        return Connection(
+            self, self._handshake(), max_message_bytes=self._max_message_bytes, send_buffer_bytes=_SEND_BUFFER_BYTES
+        )
+
+    def _handshake(self) -> Handshake:
+        if self._keys is None:
+            return NullHandshake(_PROPERTIES, begins=True)
+        from megatron_runtime.transport.zmtp.curve import CurveClientHandshake
+
+        server = self._keys.server_key(self._attempt)
+        return CurveClientHandshake(self._keys.own.public, self._keys.own.secret, server, _PROPERTIES)
+
+    # --- what the connection tells --------------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> None:
+        if self._task is None:  # closed meanwhile
+            connection.abort()
+            return
+        self._connection = connection
+        self._timer = asyncio.get_running_loop().call_later(HANDSHAKE_SECONDS, connection.abort)
+
+    def admitted(self, connection: Connection, _routing_id: bytes) -> PeerId:
+        self._stop_timer()
+        return 0, b"admitted"
+
+    def received(self, _peer: PeerId, message: Frames) -> None:
+        if self._connection is not None:
+            self._on_message(message)
+
+    def failed(self, message: Frames) -> None:
+        self.handler_errors += 1
+        logger.exception("handler failed on a message of %d frames; the message is dropped", len(message))
+
+    def flush_soon(self, connection: Connection) -> None:
+        asyncio.get_running_loop().call_soon(connection.flush)
+
+    def lost(self, connection: Connection, violation: ViolationError | None) -> None:
+        self._stop_timer()
+        if self._connection is connection:
+            self._connection = None
+        if violation is not None:
+            logger.warning("connection to %s ended: %s", self._address, violation)
+        self._ended.set()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None

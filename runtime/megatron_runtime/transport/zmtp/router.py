@@ -1,0 +1,223 @@
+"""A ROUTER on the event loop: one port, its connections, and messages to and from each."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.transport.zmtp import frames
+from megatron_runtime.transport.zmtp.connection import Connection, PeerId
+from megatron_runtime.transport.zmtp.frames import ViolationError
+from megatron_runtime.transport.zmtp.handshake import Handshake, NotAdmittedError
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_SECONDS = 30.0
+MAX_HANDSHAKES = 1000
+"""At once. Beyond it, who has been at it for longest gives way."""
+CLOSING_SECONDS = 1.0
+_BACKLOG = 1024
+_PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")])
+
+
+class Router:
+    """Names a connection by its port's `number` and a routing id: the one its peer brought, or one of its own.
+
+    A routing id that is brought again belongs to the connection that brought it last, and the one before ends; but not
+    to one with another key.
+
+    connections:  where those that are admitted are found by their names; other ports may share it.
+    handshake:    makes the server's part of a handshake that gives the peer these properties.
+    on_message:   called with the peer and the frames of each message. What it raises is logged and counted.
+    on_gone:      called for each connection that ends and that neither cut() nor close() ended, with the peer and
+                  whether its side ended it: by a FIN or RST, as the system sends for a process that ends.
+    on_refused:   called for each connection that ends because its keys do not open the port.
+    check_seconds: a connection from which nothing has come for two to three times as long is ended. Asked each time, a
+                  peer that lives answers.
+    type, last_endpoint: as those of a zmq.Socket.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        *,
+        connections: dict[PeerId, Connection],
+        handshake: Callable[[bytes], Handshake],
+        on_message: Callable[[PeerId, Frames], None],
+        on_gone: Callable[[PeerId, bool], None] = lambda peer, by_peer: None,
+        on_refused: Callable[[], None] = lambda: None,
+        max_message_bytes: int,
+        send_buffer_bytes: int,
+        check_seconds: float,
+    ) -> None:
+        self.type = zmq.ROUTER
+        self.last_endpoint = ""
+        self.handler_errors = 0
+        self._connections = connections
+        self._number = number
+        self._handshake = handshake
+        self.received = on_message
+        self._on_gone = on_gone
+        self._on_refused = on_refused
+        self._max_message_bytes = max_message_bytes
+        self._send_buffer_bytes = send_buffer_bytes
+        self._check_seconds = check_seconds
+        self._handshakes: dict[Connection, asyncio.TimerHandle] = {}
+        self._all: set[Connection] = set()
+        self._silent: set[Connection] = set()
+        self._unsent: list[Connection] = []
+        self._listeners: list[tuple[socket.socket, asyncio.Task[asyncio.Server]]] = []
+        self._checks: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        self._ended = asyncio.Event()
+        self._ended.set()
+        self._closing = False
+        self._next_id = secrets.randbits(32)
+
+    # --- life -----------------------------------------------------------------------------------------------------
+
+    def bind(self, host: str, port: int) -> str:
+        """Listen, and give the address. "*" is all of IPv4, "::" of both; port 0 is a free one. Raises OSError."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        both = host == "::" and socket.has_dualstack_ipv6()
+        where = ("" if host == "*" else host, port)
+        listener = socket.create_server(where, family=family, backlog=_BACKLOG, dualstack_ipv6=both)
+        name, bound = listener.getsockname()[:2]
+        address = f"tcp://[{name}]:{bound}" if family == socket.AF_INET6 else f"tcp://{name}:{bound}"
+        return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
+
+    def bind_path(self, path: Path) -> str:
+        """Listen on a Unix socket, and give the address. Raises OSError."""
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(path))
+        listener.listen(_BACKLOG)
+        server = self._loop.create_unix_server(self._connection, sock=listener)
+        return self._listen(listener, f"ipc://{path}", server)
+
+    def close(self) -> None:
+        """Listen no more, and end each connection when what was sent on it has gone out. Idempotent."""
+        if self._checks is not None:
+            self._checks.cancel()
+            self._checks = None
+        self._closing = True
+        for listener, server in self._listeners:
+            # Whatever the loop still does with it: from now on its port is free.
+            listener.shutdown(socket.SHUT_RDWR)
+            server.add_done_callback(lambda done: done.result().close())
+        self._listeners.clear()
+        for connection in list(self._all):
+            if connection.is_open:
+                connection.close()
+            else:
+                connection.abort()
+
+    async def closed(self, *, seconds: float = CLOSING_SECONDS) -> None:
+        """Return when every connection has ended. What cannot be sent in `seconds` is lost."""
+        try:
+            await asyncio.wait_for(self._ended.wait(), seconds)
+        except TimeoutError:
+            for connection in list(self._all):
+                connection.abort()
+
+    def _listen(self, listener: socket.socket, address: str, server: Coroutine[Any, Any, asyncio.Server]) -> str:
+        # Whoever connects before this task runs waits in the listener's queue.
+        self._listeners.append((listener, self._loop.create_task(server)))
+        if self._checks is None:
+            self._checks = self._loop.call_later(self._check_seconds, self._check)
+        self.last_endpoint = address
+        return address
+
+    def _connection(self) -> Connection:
+        return Connection(
+            self,
+            self._handshake(_PROPERTIES),
+            max_message_bytes=self._max_message_bytes,
+            send_buffer_bytes=self._send_buffer_bytes,
+        )
+
+    def _check(self) -> None:
+        """Ask each for a word, and end those of whom there was none since they were asked twice."""
+        self._checks = self._loop.call_later(self._check_seconds, self._check)
+        silent, self._silent = self._silent, set()
+        for connection in [connection for connection in self._all if connection.is_open]:
+            if connection.heard:
+                connection.heard = False
+            elif connection in silent:
+                logger.info("connection %s: silent; ended", connection.peer)
+                connection.abort()
+                continue
+            else:
+                self._silent.add(connection)
+            connection.ping()
+
+    def cut(self, peer: PeerId) -> None:
+        """End a connection: nothing from it arrives and nothing reaches it any more."""
+        connection = self._connections.pop(peer, None)
+        if connection is not None:
+            connection.close()
+
+    # --- what connections tell ------------------------------------------------------------------------------------
+
+    def opened(self, connection: Connection) -> None:
+        self._all.add(connection)
+        self._ended.clear()
+        if self._closing:
+            connection.abort()
+            return
+        if len(self._handshakes) >= MAX_HANDSHAKES:
+            next(iter(self._handshakes)).abort()
+        self._handshakes[connection] = self._loop.call_later(HANDSHAKE_SECONDS, connection.abort)
+
+    def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
+        self._handshakes.pop(connection).cancel()
+        if not routing_id:
+            self._next_id = (self._next_id + 1) % (1 << 32)
+            routing_id = b"\0" + self._next_id.to_bytes(4, "big")
+        peer = self._number, routing_id
+        before = self._connections.get(peer)
+        if before is not None:
+            if before.key != connection.key:
+                raise ViolationError(f"routing id {routing_id!r} belongs to a connection with another key")
+            before.abort()
+        self._connections[peer] = connection
+        return peer
+
+    def failed(self, frames: Frames) -> None:
+        self.handler_errors += 1
+        logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
+
+    def flush_soon(self, connection: Connection) -> None:
+        if not self._unsent:
+            self._loop.call_soon(self.flush)
+        self._unsent.append(connection)
+
+    def lost(self, connection: Connection, violation: ViolationError | None) -> None:
+        self._all.discard(connection)
+        self._silent.discard(connection)
+        timer = self._handshakes.pop(connection, None)
+        if timer is not None:
+            timer.cancel()
+        if self._connections.get(connection.peer) is connection:
+            del self._connections[connection.peer]
+            if not self._closing:
+                self._on_gone(connection.peer, connection.ended_by_peer)
+        if violation is not None:
+            logger.debug("a connection on port %d was ended: %s", self._number, violation)
+        if isinstance(violation, NotAdmittedError):
+            self._on_refused()
+        if not self._all:
+            self._ended.set()
+
+    def flush(self) -> None:
+        """Hand what connections have to send to the system."""
+        unsent, self._unsent = self._unsent, []
+        for connection in unsent:
+            connection.flush()
