@@ -1,12 +1,12 @@
-"""The coordinator: routes requests to engines, keeps what is open, and carries out control messages. No torch."""
+"""The coordinator: routes requests to engines, keeps open requests, and carries out control messages. No torch."""
 
 from megatron_runtime.coordinator.core.settings import (
     CoordinatorSettings,
     PrefixCachingCoordinatorPolicy,
     RoutingPolicy,
 )
-from megatron_runtime.coordinator.library import DataParallelInferenceCoordinator
-from megatron_runtime.coordinator.main import run
+from megatron_runtime.coordinator.embedded import DataParallelInferenceCoordinator
+from megatron_runtime.coordinator.service import run
 
 __all__ = [
     "CoordinatorSettings",

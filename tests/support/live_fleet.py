@@ -25,8 +25,8 @@ from megatron_operator.render.context import (
     LABEL_POD_INDEX,
     LABEL_REVISION,
 )
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Final, StatusReply, pack, tokens_to_bytes
 from megatron_runtime.transport.control_link import ControlLink

@@ -1,4 +1,4 @@
-"""A coordinator, engines and a client in one thread, on a clock that stands until a turn is played.
+"""The core of a coordinator, engines and a client in one thread, at a simulated time.
 
 Engines generate as echo engines do. A request whose prompt begins with POISON ends the engine that runs it.
 """
@@ -10,12 +10,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from simulated_clock import SimulatedClock
+from core_driver import CoreDriver, Peer
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer, echo_token
-from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.coordinator.transport import SHARED_PORT, Sent
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import TRANSITIONS, EngineState
 from megatron_runtime.protocol.messages import (
@@ -44,38 +43,6 @@ from megatron_runtime.protocol.messages import (
 POISON = 666
 VOCABULARY = 50_000
 TURN_SECONDS = 0.1
-Peer = tuple[int, bytes]
-
-
-class Wire:
-    """Stands in for the transport: keeps what is sent until its receiver's next turn."""
-
-    gatekeeper = None
-
-    def __init__(self, _settings: CoordinatorSettings, receive: Any, gone: Any) -> None:
-        self.receive, self.gone = receive, gone
-        self.addresses: dict[Role, str] = {}
-        self.inboxes: dict[Peer, deque[Any]] = {}
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def sender_key(self, _peer: Peer) -> bytes:
-        return b""
-
-    def admits(self, _peer: Peer, _key: bytes) -> bool:
-        return True
-
-    def key_report(self, _connected: Any) -> None:
-        return None
-
-    def send(self, peer: Peer, frames: list[bytes]) -> Sent:
-        inbox = self.inboxes.get(peer)
-        if inbox is None:
-            return Sent.GONE
-        inbox.append(decode(frames))
-        return Sent.OK
 
 
 @dataclass(eq=False)
@@ -149,16 +116,13 @@ class Asked:
 
 class SimulatedFleet:
     def __init__(self, *, seed: int = 1, suspect: float = 2.0, dead: float = 10.0, **settings: Any) -> None:
-        self.clock = SimulatedClock()
+        self.inboxes: dict[Peer, deque[Any]] = {}
+        """What was sent to each connection; its peer reads it in the next turn."""
         self.random = random.Random(seed)
         timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
-        self.coordinator = Coordinator(
-            CoordinatorSettings(timing=timing, **settings),
-            clock=self.clock,
-            transport=Wire,  # type: ignore[arg-type]
-        )
-        self.coordinator.start()
-        self.wire: Wire = self.coordinator.transport  # type: ignore[assignment]
+        self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver)
+        self.core = self.driver.core
+        self.say = self.driver.say
         self.engines: dict[str, SimulatedEngine] = {}
         self.asked: dict[bytes, Asked] = {}
         self.crashes: list[str] = []
@@ -176,11 +140,15 @@ class SimulatedFleet:
     def _peer(self, port: int) -> Peer:
         self._count += 1
         peer = (int(port), b"p%d" % self._count)
-        self.wire.inboxes[peer] = deque()
+        self.inboxes[peer] = deque()
         return peer
 
-    def say(self, peer: Peer, message: Any) -> None:
-        self.coordinator.receive(peer, message.to_frames())
+    def _deliver(self, peer: Peer, frames: list[bytes]) -> bool | None:
+        inbox = self.inboxes.get(peer)
+        if inbox is None:
+            return None
+        inbox.append(decode(frames))
+        return True
 
     # --- engines ------------------------------------------------------------------------------------------------
 
@@ -198,15 +166,15 @@ class SimulatedFleet:
     def plain_engine(self, name: str) -> SimulatedEngine:
         """Needs `single_port=True`."""
         peer = (SHARED_PORT, name.encode())
-        self.wire.inboxes[peer] = deque()
+        self.inboxes[peer] = deque()
         engine = self.engines[name] = SimulatedEngine(name, peer, 0, plain=True)
-        self.coordinator.receive(peer, [b""])
+        self.driver.receive(peer, [b""])
         return engine
 
     def cut(self, engine: SimulatedEngine, *, by_peer: bool = True) -> None:
         """End its connection. The process lives."""
-        self.wire.inboxes.pop(engine.peer, None)
-        self.coordinator.gone(engine.peer, by_peer)
+        self.inboxes.pop(engine.peer, None)
+        self.driver.connection_lost(engine.peer, by_peer=by_peer)
 
     def crash(self, engine: SimulatedEngine) -> None:
         """The process ends by a signal."""
@@ -228,7 +196,7 @@ class SimulatedFleet:
         if reason == ENGINE_FAILED:
             self.crashes.append(engine.name)
         self.say(engine.peer, Disconnect(reason=reason))
-        self.wire.inboxes.pop(engine.peer, None)
+        self.inboxes.pop(engine.peer, None)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -263,8 +231,8 @@ class SimulatedFleet:
                 self._returning.remove(item)
                 gone = item[1]
                 self.engine(gone.name, model=gone.model, poison_length=gone.poison_length, loading_turns=2)
-        self.clock.advance(TURN_SECONDS)
-        self.coordinator.check_integrity()
+        self.driver.advance(TURN_SECONDS)
+        self.core.check_integrity()
 
     def turns(self, number: int) -> None:
         for _ in range(number):
@@ -288,7 +256,7 @@ class SimulatedFleet:
                 self.say(engine.peer, engine.hello(serving=True))
         if engine.silent:
             return
-        inbox = self.wire.inboxes.get(engine.peer)
+        inbox = self.inboxes.get(engine.peer)
         while inbox:
             self._obey(engine, inbox.popleft())
         if engine.state is EngineState.RUNNING:
@@ -338,12 +306,12 @@ class SimulatedFleet:
         reply = {"status": "COMPLETED", "finish_reason": "length"}
         if engine.plain:
             output = {**reply, "request_id": job.dispatch_id, "generated_tokens": job.tokens}
-            self.coordinator.receive(engine.peer, [pack([int(Header.ENGINE_REPLY), [output]])])
+            self.driver.receive(engine.peer, [pack([int(Header.ENGINE_REPLY), [output]])])
         else:
             self.say(engine.peer, Final(job.dispatch_id, job.uid, tokens_to_bytes(job.tokens), pack(reply)))
 
     def _read(self) -> None:
-        inbox = self.wire.inboxes[self.client]
+        inbox = self.inboxes[self.client]
         while inbox:
             match inbox.popleft():
                 case Partial() as partial:
@@ -358,7 +326,7 @@ class SimulatedFleet:
                     self.asked[final.uid].answer = tokens_from_bytes(final.tokens).tolist()
                 case Error(uid=bytes() as uid) as error if uid in self.asked:
                     self.asked[uid].error = error
-        inbox = self.wire.inboxes[self.admin]
+        inbox = self.inboxes[self.admin]
         while inbox:
             message = inbox.popleft()
             if isinstance(message, ControlAck):

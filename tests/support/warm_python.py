@@ -34,7 +34,7 @@ TORCH = (
 
 PLATFORM = (
     "megatron_operator.controller.main",
-    "megatron_runtime.coordinator.main",
+    "megatron_runtime.coordinator.service",
     "megatron_runtime.engine.worker",
     "megatron_runtime.backends.echo.echo_executor",
     "pytest",

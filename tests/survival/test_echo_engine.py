@@ -9,8 +9,8 @@ import pytest
 from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.faults import (
@@ -157,7 +157,7 @@ async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, cl
     await stage.coordinator.wait_for_engines(1)
     future = client.add_request([1, 2], params(50))
     async with asyncio.timeout(LONG_SECONDS):
-        while not stage.coordinator.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
+        while not stage.coordinator.core.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
             await asyncio.sleep(0.01)
     if way == "rank ended":
         worker.fail(RankLostError(1, "its connection ended"))
@@ -171,7 +171,7 @@ async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, cl
     await asyncio.gather(*stage.runs)
     stage.engine("stays")
     assert (await future)["generated_tokens"] == echo_answer([1, 2], 50)
-    counters = stage.coordinator.counters
+    counters = stage.coordinator.core.counters
     assert (counters.engines_lost, counters.engine_crashes) == (1, int(way in ("step", "rank ended")))
 
 
@@ -232,9 +232,9 @@ async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) 
     await stage.coordinator.wait_for_engines(1)
     coordinator = stage.coordinator
     async with asyncio.timeout(20):
-        while coordinator.counters.engines_lost == 0:  # noqa: ASYNC110 - a counter has no event
+        while coordinator.core.counters.engines_lost == 0:  # noqa: ASYNC110 - a counter has no event
             await asyncio.sleep(0.02)
-    assert len(coordinator.engines) == 0
+    assert len(coordinator.core.engines) == 0
     await asyncio.wait_for(coordinator.wait_for_engines(1), 20)
 
 
@@ -248,4 +248,4 @@ async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, para
     async with asyncio.timeout(20):
         while worker._outputs.open:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
-    assert stage.coordinator.counters.stale > 0
+    assert stage.coordinator.core.counters.stale > 0

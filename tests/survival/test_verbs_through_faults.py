@@ -11,8 +11,8 @@ from fleet import until_status
 from soak import FIRST_SEED, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.simulated_ranks import SimulatedRanks

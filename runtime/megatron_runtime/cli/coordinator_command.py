@@ -45,6 +45,6 @@ from megatron_runtime.cli.options import (
 def command(*, keys_dir: Path | None, routing_policy: str, **options: Any) -> None:
     """Run the coordinator until SIGTERM."""
     from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy
-    from megatron_runtime.coordinator.main import run
+    from megatron_runtime.coordinator.service import run
 
     run(CoordinatorSettings(keys_dir=keys_dir, routing_policy=RoutingPolicy(routing_policy), **options))

@@ -1,21 +1,18 @@
-"""The coordinator's Prometheus metrics, read from its state when they are scraped."""
+"""The coordinator's Prometheus metrics, read from its state at each scrape."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
 from megatron_runtime.protocol.lifecycle import CoordinatorState
-
-if TYPE_CHECKING:
-    from megatron_runtime.coordinator.core.coordinator import Coordinator
 
 
 class CoordinatorMetrics(Collector):
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: CoordinatorCore) -> None:
         self._coordinator = coordinator
 
     def collect(self) -> Iterator[Metric]:
@@ -56,8 +53,7 @@ class CoordinatorMetrics(Collector):
         )
         for reason in sorted({"malformed", "wrong_role", "unknown_peer", *counters.rejected}):
             rejected.add_metric([reason], counters.rejected[reason])
-        gatekeeper = self._coordinator.transport.gatekeeper
-        rejected.add_metric(["key_not_admitted"], gatekeeper.refused if gatekeeper is not None else 0)
+        rejected.add_metric(["key_not_admitted"], self._coordinator.access.rejected())
         yield rejected
         for name, text, value in (
             ("replays", "Requests dispatched anew because their engine was lost.", counters.replays),

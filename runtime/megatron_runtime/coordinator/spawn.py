@@ -1,7 +1,7 @@
-"""A coordinator in a process of its own, started by a program that uses it and gone when that program is.
+"""A coordinator in a child process, which ends when the program that started it ends.
 
-The child is a fresh interpreter, not a copy of its parent: nothing of the caller's main module runs in it. Settings go
-down its standard input as JSON, the addresses come back on its standard output as one line.
+The child is a fresh interpreter, not a copy of its parent: the caller's main module does not run in it. It reads its
+settings as JSON from standard input and writes the addresses as one line to standard output.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.coordinator.main import run
+from megatron_runtime.coordinator.service import run
 from megatron_runtime.protocol.headers import Role
 
 STARTUP_SECONDS = 30.0
@@ -27,7 +27,7 @@ STOP_SECONDS = 10.0
 
 
 class CoordinatorStartError(RuntimeError):
-    """The coordinator process ended, or said nothing, before its sockets were bound. Its last words follow."""
+    """The coordinator process ended, or wrote no address, before its sockets were bound."""
 
 
 @dataclass(eq=False)
@@ -47,15 +47,15 @@ class CoordinatorProcess:
         return self.process.pid
 
     def stop(self, *, grace_seconds: float = STOP_SECONDS) -> None:
-        """End it: SIGTERM, then, after the grace time, SIGKILL. Blocks until it is gone. Idempotent."""
+        """End the process: SIGTERM, then, after the grace time, SIGKILL. Blocks until it has ended. Idempotent."""
         with self._lock:
             _end(self.process, grace_seconds=grace_seconds)
 
 
 def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float = STARTUP_SECONDS) -> CoordinatorProcess:
-    """Start a coordinator and wait until its sockets are bound. It ends when this process does, however that ends.
+    """Start a coordinator and wait until its sockets are bound. It ends when this process ends, in whichever way.
 
-    Raises CoordinatorStartError with what it wrote to its standard error, BindError's message among it.
+    Raises CoordinatorStartError if it does not start; the cause is on its standard error.
     """
     process = subprocess.Popen(
         [sys.executable, "-m", f"{__package__}.spawn", str(os.getpid())],
@@ -73,7 +73,7 @@ def spawn_coordinator(settings: CoordinatorSettings, *, startup_seconds: float =
         _end(process, grace_seconds=0)
         raise CoordinatorStartError(
             f"the coordinator on {settings.listen}:{settings.client_port} did not start "
-            f"(exit status {process.returncode}; its own words are on standard error): "
+            f"(exit status {process.returncode}; its message is on standard error): "
             "choose a free port and an address of this machine"
         ) from error
     except BaseException:
@@ -98,13 +98,13 @@ def _end(process: subprocess.Popen[bytes], *, grace_seconds: float) -> None:
 
 
 def _read_line(stream: Any, *, seconds: float) -> bytes:
-    """The first line of a pipe. Raises ValueError at its end, TimeoutError (an OSError) when it stays silent."""
+    """The first line of a pipe. Raises ValueError at its end, TimeoutError (an OSError) after `seconds`."""
     ready, _, _ = select.select([stream], [], [], seconds)
     if not ready:
         raise TimeoutError(f"no address within {seconds:g} s")
     line: bytes = stream.readline()
     if not line:
-        raise ValueError("it ended at once")
+        raise ValueError("the process ended before it wrote an address")
     return line
 
 
@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def _end_with(parent: int) -> None:
-    """Have this process told to end when its parent is gone. The pipe's end would do, had nobody else a copy of it."""
+    """Send this process SIGTERM when its parent ends. The pipe may outlive it: other processes may hold copies."""
     loop = asyncio.get_running_loop()
 
     def leave() -> None:

@@ -1,4 +1,4 @@
-"""The coordinator's ROUTER ports: bind, receive, send without ever blocking. It knows ports, not peers."""
+"""The coordinator's ROUTER ports: bind, receive, and send without blocking."""
 
 from __future__ import annotations
 
@@ -7,19 +7,15 @@ from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import TypeAlias
 
+from megatron_runtime.coordinator.core.context import SHARED_PORT, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Frames, KeyReport
 from megatron_runtime.transport.security import Gatekeeper, KeyDirectory
-from megatron_runtime.transport.zmtp.connection import Connection, PeerId
+from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.handshake import Handshake, NullHandshake
 from megatron_runtime.transport.zmtp.router import Router
-
-__all__ = ["SHARED_PORT", "BindError", "OnGone", "OnMessage", "PeerId", "Sent", "Transport"]
-
-SHARED_PORT = 3
-"""Port number of the one-port mode; the others are the values of Role."""
 
 OnMessage: TypeAlias = Callable[[PeerId, Frames], None]
 OnGone: TypeAlias = Callable[[PeerId, bool], None]
@@ -27,7 +23,7 @@ OnGone: TypeAlias = Callable[[PeerId, bool], None]
 
 _CLIENT_SEND_BYTES = 4 << 20
 _ENGINE_SEND_BYTES = 64 << 20
-"""What may wait for an engine that reads too slowly; until it has read, it gets no work."""
+"""Limit of what waits for an engine that reads too slowly; until it has read, it gets no work."""
 
 
 class Sent(Enum):
@@ -38,7 +34,7 @@ class Sent(Enum):
     """There is no such connection any more."""
 
 
-_OK = Sent.OK  # see dispatching.py
+_OK = Sent.OK  # see core/registries.py
 
 
 class BindError(OSError):
@@ -46,10 +42,12 @@ class BindError(OSError):
 
 
 class Transport:
-    """addresses: after start(), the bound address of each role. gatekeeper: where there are keys.
+    """The sockets of one coordinator.
 
-    on_gone: called with each peer whose connection ended, and whether its side ended it. A process that ends does so,
-             however it ends; silence, a broken network and a violation of the protocol end a connection from here.
+    addresses:  after start(), the bound address of each role.
+    gatekeeper: checks keys; None without encryption.
+    on_gone:    called with each peer whose connection ended, and whether its side ended it. The end of a process does,
+                however it ends; silence, a broken network and a protocol violation end a connection from here.
     """
 
     def __init__(self, settings: CoordinatorSettings, on_message: OnMessage, on_gone: OnGone) -> None:
@@ -82,12 +80,12 @@ class Transport:
             self.addresses[role] = self._bind(int(role), port)
 
     def stop(self) -> None:
-        """Listen no more. Idempotent. What was sent goes out while closed() is awaited."""
+        """Stop listening. Idempotent. What was sent leaves while closed() is awaited."""
         for router in self._routers.values():
             router.close()
 
     async def closed(self) -> None:
-        """Return when what was sent before stop() has gone out, after a second at most."""
+        """Return when what was sent before stop() has left, after a second at most."""
         await asyncio.gather(*(router.closed() for router in self._routers.values()))
 
     def router(self, port: int) -> Router:
@@ -100,7 +98,7 @@ class Transport:
         return _OK if connection.send(frames) else Sent.FULL
 
     def flush(self) -> None:
-        """Send now what would be sent at the end of this turn of the loop."""
+        """Send now what would be sent at the end of this iteration of the loop."""
         for router in self._routers.values():
             router.flush()
 
@@ -110,7 +108,7 @@ class Transport:
         return connection.key if connection is not None else b""
 
     def keys_changed(self) -> bool:
-        """Read the key files again if they changed. True when other keys are admitted from now on."""
+        """Read the key files again if they changed. True if other keys are admitted from now on."""
         if self._keys is None or self.gatekeeper is None or not self._keys.changed():
             return False
         self.gatekeeper.keys = self._keys.keys
@@ -170,5 +168,5 @@ class Transport:
 
 
 def _key_role(port: int) -> Role:
-    """Whose keys open a port; the one port of all roles takes those of clients."""
+    """The role whose keys open a port; the shared port takes those of clients."""
     return Role.CLIENT if port == SHARED_PORT else Role(port)

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
 

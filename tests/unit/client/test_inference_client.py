@@ -283,7 +283,7 @@ async def test_any_signal_reaches_the_engines_by_its_header_or_number(client, po
     assert (await client._send_signal_to_engines(signal, operation_id="op-1")).operation_id == "op-1"
     await pool.engine.until(lambda: pool.engine.state is EngineState.PAUSED)
     assert (await client._send_signal_to_engines(Header.SET_GENERATION_EPOCH, epoch=3)).ok
-    assert pool.coordinator.verbs.epoch == 3
+    assert pool.coordinator.core.verbs.epoch == 3
     assert (await client._send_signal_to_engines(Header.UNPAUSE)).ok
     await pool.engine.until(lambda: pool.engine.state is EngineState.RUNNING)
 

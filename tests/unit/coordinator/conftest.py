@@ -11,8 +11,8 @@ import pytest
 from eventually import LONG_SECONDS
 from scripted_engine import ScriptedEngine
 
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
@@ -56,6 +56,11 @@ class Stage:
         await link.start()
         return link
 
+    def pump(self) -> None:
+        """As every heartbeat does."""
+        self.coordinators[-1].core.dispatcher.pump()
+        self.coordinators[-1]._perform()
+
     async def until(self, condition: Callable[[], Any], *, seconds: float = LONG_SECONDS) -> None:
         """Wait for something inside the coordinator that has no event of its own."""
         async with asyncio.timeout(seconds):
@@ -68,7 +73,7 @@ async def stage() -> AsyncIterator[Stage]:
     stage = Stage()
     yield stage
     for coordinator in stage.coordinators:
-        coordinator.check_integrity()
+        coordinator.core.check_integrity()
         assert coordinator.transport.handler_errors == 0, "a handler raised"
     for close in reversed(stage.closers):
         close()

@@ -12,9 +12,9 @@ import zmq
 from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.metrics import CoordinatorMetrics
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
@@ -45,11 +45,11 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     keys = PeerKeys.load(keys_dir, key) if key is not None else None
     with pytest.raises(CoordinatorUnreachableError, match="keys"):
         await ControlLink(stage.address(Role.ADMIN), keys=keys).start(connect_timeout_seconds=0.5)
-    assert len(coordinator.clients) == 0
+    assert len(coordinator.core.clients) == 0
     refused = coordinator.transport.gatekeeper.refused
     assert refused >= (key is not None)
-    assert coordinator.status().rejected_frames == refused
-    metrics = CoordinatorMetrics(coordinator).collect()
+    assert coordinator.core.status().rejected_frames == refused
+    metrics = CoordinatorMetrics(coordinator.core).collect()
     counts = {sample.labels.get("reason"): sample.value for metric in metrics for sample in metric.samples}
     assert counts["key_not_admitted"] == refused
 
@@ -66,7 +66,7 @@ async def test_a_bounded_number_of_clients(stage) -> None:
     with pytest.raises(CoordinatorUnreachableError):
         await InferenceClient(stage.address(Role.CLIENT)).start(connect_timeout_seconds=0.3)
     first.stop()
-    await stage.until(lambda: len(coordinator.clients) == 1)
+    await stage.until(lambda: len(coordinator.core.clients) == 1)
     await stage.client()
 
 
@@ -123,7 +123,7 @@ async def test_two_generations_are_admitted_and_nobody_is_disturbed(stage, param
     assert await future
     assert await after.add_request([2], params(1))
     assert await before.add_request([3], params(1))
-    assert coordinator.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected_frames == 0
 
 
 async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secret) -> None:
@@ -135,12 +135,12 @@ async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secre
     await engine.until(lambda: engine.jobs)
     secret.renew("client", keep_old=False)
     await engine.until(lambda: engine.aborted)
-    assert coordinator.clients.named(Role.CLIENT, thief._name) is None
+    assert coordinator.core.clients.named(Role.CLIENT, thief._name) is None
     refused = coordinator.transport.gatekeeper.refused
     thief._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
     thief._link._socket.send(VECTORS["SUBMIT"].to_frames())
     await stage.until(lambda: coordinator.transport.gatekeeper.refused > refused, seconds=30)
-    assert len(coordinator.clients) == len(coordinator.dispatcher.journal) == 0
+    assert len(coordinator.core.clients) == len(coordinator.core.dispatcher.journal) == 0
     owner = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     engine.step_seconds = 0.0
     assert await owner.add_request([2], params(1))
@@ -155,13 +155,13 @@ async def test_a_revoked_engine_loses_its_requests_to_another(stage, params, col
     stream = client.add_request_streaming([1], params(4))
     await revoked.until(lambda: revoked.jobs)
     secret.renew("engine", keep_old=False)
-    await stage.until(lambda: coordinator.engines.named("revoked") is None)
+    await stage.until(lambda: coordinator.core.engines.named("revoked") is None)
     for _ in range(4):
         revoked.step()
     await stage.engine("fresh", keys=PeerKeys.load(secret.path, Role.ENGINE))
     tokens, _ = await collect(stream)
     assert tokens == echo_answer([1], 4)
-    assert coordinator.counters.replays == 1
+    assert coordinator.core.counters.replays == 1
 
 
 async def test_a_connection_made_before_its_key_was_revoked_cannot_register_after(stage, secret) -> None:
@@ -171,13 +171,13 @@ async def test_a_connection_made_before_its_key_was_revoked_cannot_register_afte
     PeerKeys.load(secret.path, Role.CLIENT).apply(dealer)
     dealer.connect(stage.address(Role.CLIENT))
     dealer.send_multipart(VECTORS["STATUS"].to_frames())
-    await stage.until(lambda: coordinator.counters.rejected["unknown_peer"] == 1)
+    await stage.until(lambda: coordinator.core.counters.rejected["unknown_peer"] == 1)
     admitted = coordinator.transport.gatekeeper.keys
     secret.renew("client", keep_old=False)
     await stage.until(lambda: coordinator.transport.gatekeeper.keys != admitted)
     dealer.send_multipart(Hello(role=Role.CLIENT, name="late", incarnation=1).to_frames())
-    await stage.until(lambda: coordinator.counters.rejected["wrong_role"] == 1)
-    assert len(coordinator.clients) == 0
+    await stage.until(lambda: coordinator.core.counters.rejected["wrong_role"] == 1)
+    assert len(coordinator.core.clients) == 0
     dealer.close(linger=0)
     context.term()
 
@@ -201,7 +201,7 @@ async def test_a_client_takes_its_new_key_from_the_files_when_the_old_one_is_rev
     client = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     assert await client.add_request([1], params(1))
     secret.renew("client", keep_old=False)
-    await stage.until(lambda: len(stage.coordinators[-1].clients) == 0)
+    await stage.until(lambda: len(stage.coordinators[-1].core.clients) == 0)
     assert (await asyncio.wait_for(client.add_request([2], params(1)), LONG_SECONDS))["generated_tokens"]
 
 

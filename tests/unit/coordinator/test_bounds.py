@@ -2,18 +2,16 @@
 
 import asyncio
 import random
-from collections.abc import Callable, Sized
+from collections.abc import Sized
 from types import ModuleType
-from typing import Any
 
 import pytest
 import zmq
+from core_driver import CoreDriver, Peer
 from eventually import LONG_SECONDS
-from simulated_clock import SimulatedClock
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import transport as transport_module
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.routing import MAX_KNOWN_BLOCKS
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.transport import Sent
@@ -47,32 +45,18 @@ STEP_SECONDS = 600
 class Sink:
     """Takes what the coordinator sends; engines answer verbs and remember their dispatches."""
 
-    gatekeeper = None
+    def __init__(self) -> None:
+        self.dispatched: list[tuple[Peer, Dispatch]] = []
+        self.controls: list[tuple[Peer, Control]] = []
 
-    def __init__(self, _settings: CoordinatorSettings, receive: Callable[..., None], _gone: object) -> None:
-        self.receive = receive
-        self.addresses: dict[Role, str] = {}
-        self.dispatched: list[tuple[tuple[int, bytes], Dispatch]] = []
-        self.controls: list[tuple[tuple[int, bytes], Control]] = []
-
-    def start(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-    def sender_key(self, _peer: tuple[int, bytes]) -> bytes:
-        return b""
-
-    def admits(self, _peer: tuple[int, bytes], _key: bytes) -> bool:
-        return True
-
-    def send(self, peer: tuple[int, bytes], frames: list[bytes]) -> Sent:
+    def deliver(self, peer: Peer, frames: list[bytes]) -> bool:
         if peer[0] == Role.ENGINE:
             message = decode(frames)
             if isinstance(message, Dispatch):
                 self.dispatched.append((peer, message))
             elif isinstance(message, Control):
                 self.controls.append((peer, message))
-        return Sent.OK
+        return True
 
 
 def sizes(root: object) -> dict[str, int]:
@@ -82,7 +66,7 @@ def sizes(root: object) -> dict[str, int]:
     pending: list[tuple[str, object]] = [("coordinator", root)]
     while pending:
         path, item = pending.pop()
-        if id(item) in seen or isinstance(item, ModuleType | type | str | bytes | SimulatedClock | Sink):
+        if id(item) in seen or isinstance(item, ModuleType | type | str | bytes):
             continue
         seen.add(id(item))
         if isinstance(item, Sized):
@@ -91,7 +75,7 @@ def sizes(root: object) -> dict[str, int]:
             pending += [(f"{path}[]", value) for value in item.values()]
         elif isinstance(item, list | tuple | set):
             pending += [(f"{path}[]", value) for value in item]
-        elif type(item).__module__.startswith("megatron_runtime.data_parallel"):
+        elif type(item).__module__.startswith("megatron_runtime.coordinator"):
             names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
             pending += [(f"{path}.{name}", getattr(item, name, None)) for name in names]
     return found
@@ -101,26 +85,23 @@ class Week:
     """Clients come and go, ask, abort and fall silent; engines are replaced; an operator pauses and sets epochs."""
 
     def __init__(self) -> None:
-        self.clock = SimulatedClock()
         self.rng = random.Random(7)
         timing = Timing(heartbeat=600.0, suspect=2000.0, dead=6000.0, client_dead=6000.0, recovery=0.0)
         settings = CoordinatorSettings(routing_policy=RoutingPolicy.LONGEST_PREFIX, timing=timing)
-        self.coordinator = Coordinator(settings, clock=self.clock, transport=Sink)  # type: ignore[arg-type]
-        self.coordinator.start()
-        self.sink: Sink = self.coordinator.transport  # type: ignore[assignment]
+        self.sink = Sink()
+        self.driver = CoreDriver(settings, self.sink.deliver)
+        self.core = self.driver.core
+        self.say = self.driver.say
         self.admin = (int(Role.ADMIN), b"admin")
         self.engines: dict[int, tuple[int, bytes]] = {}
         self.clients: dict[int, tuple[int, bytes]] = {}
         self.count = 0
 
-    def say(self, peer: tuple[int, bytes], message: Any) -> None:
-        self.coordinator.receive(peer, message.to_frames())
-
     def engine(self, slot: int) -> None:
         self.count += 1
         peer = self.engines[slot] = (int(Role.ENGINE), b"e%d" % self.count)
         hello = Hello(role=Role.ENGINE, name=f"engine-{slot}", incarnation=self.count, serving=True)
-        state = EngineState(self.coordinator.verbs.state.value)
+        state = EngineState(self.core.verbs.state.value)
         self.say(peer, hello.model_copy(update={"state": state, "max_requests": 4, "block_size_tokens": 4}))
 
     def client(self) -> None:
@@ -153,10 +134,10 @@ class Week:
         self.sink.controls.clear()
 
     def step(self, number: int) -> None:
-        self.clock.advance(STEP_SECONDS)
+        self.driver.advance(STEP_SECONDS)
         self.say(self.admin, Heartbeat(incarnation=1))
         for slot, peer in self.engines.items():
-            state = EngineState(self.coordinator.verbs.state.value)
+            state = EngineState(self.core.verbs.state.value)
             self.say(peer, Heartbeat(incarnation=1, state=state))
             self.say(peer, EvictedBlocks(self.rng.randbytes(64), cleared=slot == 0 and number % 7 == 0))
         for peer in list(self.clients.values())[-8:]:
@@ -183,21 +164,21 @@ async def test_a_simulated_week_leaves_every_table_small(caplog) -> None:
     for number in range(steps):
         week.step(number)
         if number == steps // 10:
-            early = sizes(week.coordinator)
-    assert week.coordinator.counters.completed > 1000
-    assert week.coordinator.counters.moved > 0
-    assert week.coordinator.verbs.epoch > 0
-    late = sizes(week.coordinator)
+            early = sizes(week.core)
+    assert week.core.counters.completed > 1000
+    assert week.core.counters.moved > 0
+    assert week.core.verbs.epoch > 0
+    late = sizes(week.core)
     known = {path: size for path, size in late.items() if "_held" not in path}
     assert max(late.values()) <= MAX_KNOWN_BLOCKS
     assert max(known.values()) <= 1100, max(known, key=known.__getitem__)
     grown = {path: (early.get(path, 0), size) for path, size in known.items() if size > 3 * early.get(path, 0) + 64}
     assert not grown
-    week.clock.advance(10**7)
-    week.coordinator.check_integrity()
-    assert len(week.coordinator.dispatcher.journal) == len(week.coordinator.dispatcher.deadlines) == 0
-    assert len(week.coordinator.clients) == len(week.coordinator.engines) == 0
-    assert len(week.coordinator.dispatcher.tenants) == 0
+    week.driver.advance(10**7)
+    week.core.check_integrity()
+    assert len(week.core.dispatcher.journal) == len(week.core.dispatcher.deadlines) == 0
+    assert len(week.core.clients) == len(week.core.engines) == 0
+    assert len(week.core.dispatcher.tenants) == 0
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -205,64 +186,59 @@ async def test_books_and_shares_hold_whatever_tenants_send(seed: int) -> None:
     """Requests of five tenants come, end and are aborted at random; engines come back. After each event no tenant waits
     that has two requests fewer at engines than another whose requests may make room.
     """
-    rng, clock = random.Random(seed), SimulatedClock()
+    rng, sink = random.Random(seed), Sink()
     settings = CoordinatorSettings(timing=Timing(heartbeat=600.0, suspect=2000.0, dead=10**6, recovery=0.0))
-    coordinator = Coordinator(settings, clock=clock, transport=Sink)  # type: ignore[arg-type]
-    coordinator.start()
-    sink, dispatcher = coordinator.transport, coordinator.dispatcher
+    driver = CoreDriver(settings, sink.deliver)
+    core, dispatcher = driver.core, driver.core.dispatcher
     client = (int(Role.CLIENT), b"client")
-    coordinator.receive(client, Hello(role=Role.CLIENT, name="client", incarnation=1).to_frames())
+    driver.say(client, Hello(role=Role.CLIENT, name="client", incarnation=1))
     engines = [(int(Role.ENGINE), b"0"), (int(Role.ENGINE), b"1")]
 
     def begin(number: int, incarnation: int) -> None:
         hello = Hello(role=Role.ENGINE, name=f"engine-{number}", incarnation=incarnation, serving=True, max_requests=5)
-        coordinator.receive(engines[number], hello.model_copy(update={"state": EngineState.RUNNING}).to_frames())
+        driver.say(engines[number], hello.model_copy(update={"state": EngineState.RUNNING}))
 
     for number in range(2):
         begin(number, 1)
     arrived: dict[bytes, int] = {}
     for event in range(600):
-        clock.advance(rng.choice([0.0, 0.01, 0.5]))
-        busy = [
-            (peer, entry) for peer in engines if (e := coordinator.engines.at(peer)) for entry in e.in_flight.values()
-        ]
+        driver.advance(rng.choice([0.0, 0.01, 0.5]))
+        busy = [(peer, entry) for peer in engines if (e := core.engines.at(peer)) for entry in e.in_flight.values()]
         match rng.choices(["submit", "answer", "abort", "lose"], [6, 5, 1, 0.1])[0]:
             case "submit":
                 uid = rng.randbytes(16)
                 arrived[uid] = event
                 meta = RequestMeta(tenant=rng.choices("abcde", [9, 3, 1, 1, 1])[0], priority=rng.choice([0, 0, 0, 1]))
-                coordinator.receive(client, Submit(uid, meta, bytes(4), b"", b"\x80").to_frames())
+                driver.say(client, Submit(uid, meta, bytes(4), b"", b"\x80"))
             case "answer" if busy:
                 peer, entry = rng.choice(busy)
                 reply = Final(entry.dispatch_id, entry.uid, b"\1\0\0\0", pack({"status": "COMPLETED"}))
-                coordinator.receive(peer, reply.to_frames())
+                driver.say(peer, reply)
             case "abort" if arrived:
-                coordinator.receive(client, Abort(rng.choice(list(arrived))).to_frames())
+                driver.say(client, Abort(rng.choice(list(arrived))))
             case "lose":
                 begin(rng.randrange(2), event + 2)
-        coordinator.pump()  # as every heartbeat does
-        coordinator.check_integrity()
+        driver.pump()  # as every heartbeat does
+        core.check_integrity()
         waiting = dispatcher.queue.heads()
         if waiting:
-            assert sum(len(engine.in_flight) for engine in coordinator.engines) == 10, "a slot is free and one waits"
+            assert sum(len(engine.in_flight) for engine in core.engines) == 10, "a slot is free and one waits"
         movable = [
             other.tenant.load
-            for engine in coordinator.engines
+            for engine in core.engines
             for other in engine.in_flight.values()
             for entry in waiting
-            if dispatcher._shares.may_move(other, engine, entry, clock.time())
-            and other.tenant.load >= entry.tenant.load + 2
+            if dispatcher.may_move(other, engine, entry, driver.now) and other.tenant.load >= entry.tenant.load + 2
         ]
-        assert clock.time() < dispatcher._shares.next_search or not movable, "a tenant waits beyond its share"
-    assert coordinator.counters.moved > 10
+        assert driver.now < dispatcher.next_search or not movable, "a tenant waits beyond its share"
+    assert core.counters.moved > 10
     for lane in (lane for tenant in dispatcher.tenants for lane in tenant.lanes.values()):
         assert [arrived[uid] for uid in lane] == sorted(arrived[uid] for uid in lane), "not in the order of arrival"
     for uid in arrived:
-        coordinator.receive(client, Abort(uid).to_frames())
-    coordinator.check_integrity()
+        driver.say(client, Abort(uid))
+    core.check_integrity()
     assert len(dispatcher.tenants) == len(dispatcher.queue) == len(dispatcher.journal) == 0
     assert not sink.controls
-    coordinator.stop()
 
 
 async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, params, monkeypatch) -> None:
@@ -283,8 +259,8 @@ async def test_who_does_not_read_costs_nobody_else_and_gets_one_catch_up(stage, 
     )
     await engine.until(lambda: engine.dispatches)
     dispatch = engine.dispatches[0]
-    registered = coordinator.clients.named(Role.CLIENT, "lazy")
-    entry = next(iter(coordinator.dispatcher.journal))
+    registered = coordinator.core.clients.named(Role.CLIENT, "lazy")
+    entry = next(iter(coordinator.core.dispatcher.journal))
     sent = 0
     while not registered.blocked or sent < 1000:
         for _ in range(500):
@@ -336,7 +312,7 @@ async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params
     futures = [
         client.add_request([n], params(1, priority=priority)) for n, priority in ((1, 5), (2, 0), (3, -1), (4, 0))
     ]
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 4)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
     engine = await stage.engine(max_requests=1)
     await asyncio.gather(*futures)
     assert [dispatch.prompt for dispatch in engine.dispatches] == [tokens_to_bytes([n]) for n in (3, 2, 4, 1)]
@@ -351,22 +327,23 @@ async def test_senders_check_the_size_limits_too(stage) -> None:
     with pytest.raises(ControlRefusedError, match="at most") as refused:
         await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * 4096)
     assert refused.value.code == ErrorCode.TOO_LARGE
-    assert coordinator.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected_frames == 0
 
 
 async def test_an_engine_whose_buffer_is_full_gets_no_work_until_there_is_room(stage, params) -> None:
     coordinator = stage.coordinator()
     engine = await stage.engine()
-    peer = coordinator.engines.named("engine-0").peer
-    send = coordinator.dispatcher._send
+    peer = coordinator.core.engines.named("engine-0").peer
+    send = coordinator.transport.send
     tries = 0
 
     def full_once(to, frames):
         nonlocal tries
-        tries += to == peer
-        return Sent.FULL if to == peer and tries == 1 else send(to, frames)
+        is_dispatch = to == peer and isinstance(decode(frames), Dispatch)
+        tries += is_dispatch
+        return Sent.FULL if is_dispatch and tries == 1 else send(to, frames)
 
-    coordinator.dispatcher._send = full_once
+    coordinator.transport.send = full_once
     client = await stage.client()
     future = client.add_request([1], params(2))
     assert (await future)["generated_tokens"] == echo_answer([1], 2)

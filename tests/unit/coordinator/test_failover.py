@@ -45,7 +45,7 @@ async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(st
     for _ in range(4):
         first.step()
     await stage.until(
-        lambda: all(entry.tokens_so_far == 4 for entry in coordinator.dispatcher.journal if entry.meta.streaming)
+        lambda: all(entry.tokens_so_far == 4 for entry in coordinator.core.dispatcher.journal if entry.meta.streaming)
     )
     second = await stage.engine("engine-0" if way == "restarts" else "engine-1")
     if way == "vanishes":
@@ -56,11 +56,11 @@ async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(st
         first.heartbeat_seconds = None
     await check_streams(streams, collect)
     assert (await plain)["generated_tokens"] == echo_answer([9], 12)
-    assert coordinator.counters.replays == 6
+    assert coordinator.core.counters.replays == 6
     assert {
         len(tokens_from_bytes(dispatch.generated)) for dispatch in second.dispatches if dispatch.meta.streaming
     } == {4}
-    await stage.until(lambda: coordinator.counters.engines_lost == 1)
+    await stage.until(lambda: coordinator.core.counters.engines_lost == 1)
 
 
 async def test_nobody_is_woken_while_nothing_happens(stage) -> None:
@@ -76,7 +76,7 @@ async def test_nobody_is_woken_while_nothing_happens(stage) -> None:
     await asyncio.sleep(0.5)
     loop._selector.select = select
     assert len(calls) < 10
-    assert coordinator.engines.named(engine.name) is not None
+    assert coordinator.core.engines.named(engine.name) is not None
 
 
 async def test_an_engine_wrongly_thought_dead_cannot_double_a_token(stage, params, collect) -> None:
@@ -86,7 +86,7 @@ async def test_an_engine_wrongly_thought_dead_cannot_double_a_token(stage, param
     streams = await start_streams(client, params, 3)
     await zombie.until(lambda: len(zombie.jobs) == 3)
     zombie.step()
-    coordinator.lose_engine(coordinator.engines.named("zombie"), "a test says so")
+    coordinator.remove_engine(coordinator.core.engines.named("zombie"), "a test removes it")
     for _ in range(5):
         zombie.step()
     await stage.engine("healthy")
@@ -106,7 +106,7 @@ async def test_the_answer_of_an_engine_already_removed_is_delivered(stage, param
     make = client.add_request_streaming if streaming else client.add_request
     answer = make([1], params(3))
     await removed.until(lambda: removed.jobs)
-    coordinator.lose_engine(coordinator.engines.named("removed"), "a test says so")
+    coordinator.remove_engine(coordinator.core.engines.named("removed"), "a test removes it")
     other = await stage.engine("other", step_seconds=None)
     await other.until(lambda: other.jobs)
     for _ in range(3):
@@ -114,7 +114,7 @@ async def test_the_answer_of_an_engine_already_removed_is_delivered(stage, param
     final = (await collect(answer))[1] if streaming else await answer
     assert final["generated_tokens"] == echo_answer([1], 3)
     await other.until(lambda: other.aborted)
-    assert (coordinator.counters.late, coordinator.counters.completed) == (1, 1)
+    assert (coordinator.core.counters.late, coordinator.core.counters.completed) == (1, 1)
     assert "given up answered a request after all" in caplog.text
 
 
@@ -125,22 +125,22 @@ async def test_a_late_answer_that_contradicts_what_was_sent_or_failed_is_refused
     stream = client.add_request_streaming([1], params(3))
     await removed.until(lambda: removed.jobs)
     removed.step()
-    await stage.until(lambda: next(iter(coordinator.dispatcher.journal)).tokens_so_far == 1)
+    await stage.until(lambda: next(iter(coordinator.core.dispatcher.journal)).tokens_so_far == 1)
     dispatch = removed.dispatches[0]
-    coordinator.lose_engine(coordinator.engines.named("removed"), "a test says so")
+    coordinator.remove_engine(coordinator.core.engines.named("removed"), "a test removes it")
     good = tokens_to_bytes(echo_answer([1], 3))
     completed, failed = pack({"status": "COMPLETED"}), pack({"status": "FAILED"})
     for body, reply in ((tokens_to_bytes([9, 9]), completed), (good, failed), (b"", completed)):
         removed.send(Final(dispatch.dispatch_id, dispatch.uid, body, reply))
     removed.send(Final(dispatch.dispatch_id, bytes(16), good, completed))
     stranger = await stage.engine("stranger", serving=False)
-    coordinator.lose_engine(coordinator.engines.named("stranger"), "a test says so")
+    coordinator.remove_engine(coordinator.core.engines.named("stranger"), "a test removes it")
     stranger.send(Final(dispatch.dispatch_id, dispatch.uid, good, completed))
-    await stage.until(lambda: coordinator.counters.rejected["unknown_peer"] >= 5)
-    assert len(coordinator.dispatcher.journal) == 1
+    await stage.until(lambda: coordinator.core.counters.rejected["unknown_peer"] >= 5)
+    assert len(coordinator.core.dispatcher.journal) == 1
     await stage.engine("other")
     assert (await collect(stream))[0] == echo_answer([1], 3)
-    assert coordinator.counters.late == 0
+    assert coordinator.core.counters.late == 0
 
 
 async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> None:
@@ -150,10 +150,10 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
     stream = client.add_request_streaming([1, 2], params(9))
     await engine.until(lambda: engine.jobs)
     dispatch = engine.dispatches[0]
-    peer = coordinator.clients.named(Role.CLIENT, client._name).peer
-    send = coordinator.clients._send
+    peer = coordinator.core.clients.named(Role.CLIENT, client._name).peer
+    send = coordinator.transport.send
     full = False
-    coordinator.clients._send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+    coordinator.transport.send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
 
     def emit(offset: int, tokens: list[int], **details) -> None:
         details = {"log_probs": [-float(token) for token in tokens], **details}
@@ -167,7 +167,7 @@ async def test_log_probs_survive_a_client_that_fell_behind(stage, params) -> Non
     full = True
     emit(1, [2, 3])
     emit(3, [4])
-    entry = next(iter(coordinator.dispatcher.journal))
+    entry = next(iter(coordinator.core.dispatcher.journal))
     await stage.until(lambda: entry.tokens_so_far == 4)
     full = False
     await stage.until(lambda: len(heard) == 2)
@@ -190,7 +190,7 @@ async def test_a_dropped_connection_is_noticed_at_once(stage, params, collect) -
     await stage.engine("other")
     killed.close()
     await check_streams(streams, collect)
-    assert coordinator.counters.engines_lost == 1
+    assert coordinator.core.counters.engines_lost == 1
 
 
 async def test_stale_dispatches_and_offsets_are_dropped_and_counted(stage, params, collect) -> None:
@@ -209,17 +209,17 @@ async def test_stale_dispatches_and_offsets_are_dropped_and_counted(stage, param
         engine.step()
     tokens, _ = await collect(stream)
     assert tokens == echo_answer([1], 6)
-    assert (coordinator.counters.stale, coordinator.transport.handler_errors) == (4, 0)
+    assert (coordinator.core.counters.stale, coordinator.transport.handler_errors) == (4, 0)
 
 
 async def test_an_engine_that_falls_silent_gets_no_new_work(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, suspect=0.3, dead=60.0, recovery=0.0))
     silent = await stage.engine("silent")
     silent.heartbeat_seconds = None
-    await stage.until(lambda: coordinator.engines.named("silent").suspect)
+    await stage.until(lambda: coordinator.core.engines.named("silent").suspect)
     client = await stage.client()
     future = client.add_request([1], params(4))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     await asyncio.sleep(0.1)
     assert silent.dispatches == []
     silent.heartbeat_seconds = 0.05
@@ -235,8 +235,8 @@ async def test_an_engine_that_said_it_is_busy_may_be_silent(stage) -> None:
         timer.cancel()
     engine.send(Heartbeat(incarnation=engine.incarnation, busy_for=1.0))
     await asyncio.sleep(0.6)
-    assert coordinator.engines.named("engine-0") is not None
-    await stage.until(lambda: coordinator.engines.named("engine-0") is None)
+    assert coordinator.core.engines.named("engine-0") is not None
+    await stage.until(lambda: coordinator.core.engines.named("engine-0") is None)
 
 
 async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage, params) -> None:
@@ -247,7 +247,7 @@ async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage,
     await engine.until(lambda: len(engine.jobs) == 2)
     client.stop()
     await engine.until(lambda: len(engine.aborted) == 2)
-    await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+    await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
     assert all(future.cancelled() for future in futures)
     assert engine.jobs == {}
 
@@ -262,7 +262,7 @@ async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stag
     client._link._socket.close()
     client._link.registered = False
     await engine.until(lambda: engine.aborted)
-    assert coordinator.clients.named(Role.CLIENT, client._name) is None
+    assert coordinator.core.clients.named(Role.CLIENT, client._name) is None
 
 
 @pytest.mark.parametrize("ends", ["before", "after"])
@@ -277,13 +277,13 @@ async def test_a_client_on_a_new_connection_gets_what_it_missed(stage, params, c
     client._link._socket.close()
     for _ in range(3):
         engine.step()
-    await stage.until(lambda: next(iter(coordinator.dispatcher.journal)).tokens_so_far == 4)
-    registered = coordinator.clients.named(Role.CLIENT, client._name)
+    await stage.until(lambda: next(iter(coordinator.core.dispatcher.journal)).tokens_so_far == 4)
+    registered = coordinator.core.clients.named(Role.CLIENT, client._name)
     await stage.until(lambda: not registered.reachable)
     if ends == "before":
         for _ in range(4):
             engine.step()
-        await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+        await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
     client._link._lose()
     client._link._open()
     if ends == "after":
@@ -304,14 +304,14 @@ async def test_a_slow_client_gets_everything_as_soon_as_it_reads_and_costs_other
     coordinator = stage.coordinator()
     await stage.engine()
     slow, quick = await stage.client(), await stage.client()
-    peer = coordinator.clients.named(Role.CLIENT, slow._name).peer
-    send = coordinator.clients._send
+    peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
+    send = coordinator.transport.send
     full = True
-    coordinator.clients._send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
+    coordinator.transport.send = lambda to, frames: Sent.FULL if full and to == peer else send(to, frames)
     streams = await start_streams(slow, params, 3)
     future = slow.add_request([9], params(3))
     await check_streams(await start_streams(quick, params, 3), collect)
-    await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+    await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
     full = False
     await check_streams(streams, collect)
     assert (await future)["generated_tokens"] == echo_answer([9], 3)
@@ -321,11 +321,11 @@ async def test_a_client_that_never_reads_is_dropped(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, slow_client=0.3, recovery=0.0))
     engine = await stage.engine(step_seconds=0.01)
     slow = await stage.client()
-    peer = coordinator.clients.named(Role.CLIENT, slow._name).peer
-    send = coordinator.clients._send
-    coordinator.clients._send = lambda to, frames: Sent.FULL if to == peer else send(to, frames)
+    peer = coordinator.core.clients.named(Role.CLIENT, slow._name).peer
+    send = coordinator.transport.send
+    coordinator.transport.send = lambda to, frames: Sent.FULL if to == peer else send(to, frames)
     slow.add_request_streaming([1], params(100_000))
-    await stage.until(lambda: coordinator.clients.named(Role.CLIENT, slow._name) is None)
+    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, slow._name) is None)
     await engine.until(lambda: engine.aborted)
 
 
@@ -339,7 +339,7 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
     await stage.until(lambda: sum(len(engine.jobs) for engine in engines) == 4)
     for engine in engines:
         engine.step()
-    await stage.until(lambda: all(entry.forwarded == 1 for entry in before.dispatcher.journal))
+    await stage.until(lambda: all(entry.forwarded == 1 for entry in before.core.dispatcher.journal))
     await link.control(Header.SET_GENERATION_EPOCH, operation_id="e", fence=4, epoch=12)
     await link.control(Header.PAUSE, operation_id="p", fence=4)
     ports = {role: int(address.rpartition(":")[2]) for role, address in before.transport.addresses.items()}
@@ -355,13 +355,13 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
         admin_port=ports[Role.ADMIN],
         timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.5),
     )
-    assert after.verbs.state is CoordinatorState.RECOVERING
+    assert after.core.verbs.state is CoordinatorState.RECOVERING
     for engine in engines:
         await engine.until(lambda engine=engine: any(e.code is ErrorCode.UNKNOWN_PEER for e in engine.errors))
         engine.say_hello()
-    await stage.until(lambda: after.verbs.state is CoordinatorState.PAUSED)
-    assert (after.verbs.epoch, after.verbs.fence) == (12, 4)
-    await stage.until(lambda: len(after.dispatcher.queue) == 4)
+    await stage.until(lambda: after.core.verbs.state is CoordinatorState.PAUSED)
+    assert (after.core.verbs.epoch, after.core.verbs.fence) == (12, 4)
+    await stage.until(lambda: len(after.core.dispatcher.queue) == 4)
     await link.control(Header.UNPAUSE, operation_id="u", fence=4)
     await check_streams(streams, collect)
     assert all(len(tokens_from_bytes(d.generated)) == 1 for engine in engines for d in engine.dispatches[-2:])
@@ -369,42 +369,44 @@ async def test_a_coordinator_that_comes_back_takes_state_from_its_engines_and_re
 
 async def test_a_coordinator_that_hears_of_nobody_is_running_soon(stage) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=0.05))
-    assert coordinator.verbs.state is CoordinatorState.RECOVERING
-    await stage.until(lambda: coordinator.verbs.state is CoordinatorState.RUNNING)
+    assert coordinator.core.verbs.state is CoordinatorState.RECOVERING
+    await stage.until(lambda: coordinator.core.verbs.state is CoordinatorState.RUNNING)
 
 
 async def test_an_engine_that_did_not_serve_is_told_when_recovery_ends(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=3600.0))
     engine = await stage.engine(serving=False, state=EngineState.PAUSED)
     assert engine.acks[-1].state == CoordinatorState.RECOVERING
-    coordinator.recovery._settle()
+    coordinator.core.membership.recovery.settle()
+    coordinator.core._settle()
+    coordinator._perform()
     await engine.until(lambda: engine.acks[-1].state == CoordinatorState.RUNNING)
     client = await stage.client()
     future = client.add_request([1], params(2))
     engine.serving = True
     engine.say_hello()
     await future
-    assert coordinator.verbs.state is CoordinatorState.RUNNING
+    assert coordinator.core.verbs.state is CoordinatorState.RUNNING
 
 
 async def test_recovery_waits_for_engines_it_heard_of(stage) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=0.05))
-    coordinator.recovery.heard_of((1, b"ghost"))
-    await stage.until(lambda: coordinator.recovery._settled)
-    assert coordinator.verbs.state is CoordinatorState.RECOVERING
+    coordinator.core.membership.recovery.heard_of((1, b"ghost"))
+    await stage.until(lambda: coordinator.core.membership.recovery._settled)
+    assert coordinator.core.verbs.state is CoordinatorState.RECOVERING
 
 
 async def test_recovery_does_not_wait_for_ever(stage) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=0.3, recovery_settle=0.1))
-    coordinator.recovery.heard_of((1, b"ghost"))
-    await stage.until(lambda: coordinator.verbs.state is CoordinatorState.RUNNING)
+    coordinator.core.membership.recovery.heard_of((1, b"ghost"))
+    await stage.until(lambda: coordinator.core.verbs.state is CoordinatorState.RUNNING)
 
 
 async def test_the_first_engine_that_outlived_tells_a_coordinator_that_gave_up_waiting(stage) -> None:
     coordinator = stage.coordinator()
     await stage.engine(state=EngineState.SUSPENDED, epoch=3)
-    assert coordinator.verbs.state is CoordinatorState.SUSPENDED
-    assert coordinator.verbs.epoch == 3
+    assert coordinator.core.verbs.state is CoordinatorState.SUSPENDED
+    assert coordinator.core.verbs.epoch == 3
 
 
 async def test_without_an_engine_a_request_waits_and_then_its_time_is_up(stage, params) -> None:
@@ -427,7 +429,7 @@ async def test_a_deadline_ends_a_request_wherever_it_is(stage, params) -> None:
     assert rejected.value.code == 504
     assert 0 < engine.dispatches[0].meta.deadline_ms <= 200
     await engine.until(lambda: engine.aborted)
-    assert len(coordinator.dispatcher.journal) == 0
+    assert len(coordinator.core.dispatcher.journal) == 0
 
 
 async def test_requests_of_an_engine_that_falls_silent_go_where_there_is_room_at_once(stage, params, collect) -> None:
@@ -438,16 +440,16 @@ async def test_requests_of_an_engine_that_falls_silent_go_where_there_is_room_at
     streams = await start_streams(client, params, 6)
     await frozen.until(lambda: len(frozen.jobs) == 6)
     frozen.step()
-    await stage.until(lambda: all(entry.forwarded == 1 for entry in coordinator.dispatcher.journal))
+    await stage.until(lambda: all(entry.forwarded == 1 for entry in coordinator.core.dispatcher.journal))
     other = await stage.engine("other", max_requests=2)
     frozen.heartbeat_seconds = None
     await check_streams(streams, collect)
-    assert coordinator.engines.named("frozen") is not None
+    assert coordinator.core.engines.named("frozen") is not None
     await frozen.until(lambda: len(frozen.aborted) == 6)
     assert len(other.dispatches) == 6
     frozen.heartbeat_seconds, frozen.step_seconds = 0.05, 0.0
     frozen._beat()
-    await stage.until(lambda: not coordinator.engines.named("frozen").suspect)
+    await stage.until(lambda: not coordinator.core.engines.named("frozen").suspect)
 
 
 async def test_an_engine_that_is_not_running_gets_no_work_until_it_says_that_it_is(stage, params) -> None:
@@ -458,7 +460,7 @@ async def test_an_engine_that_is_not_running_gets_no_work_until_it_says_that_it_
     await engine.until(lambda: len(engine.acks) == 2)
     client = await stage.client()
     future = client.add_request([1], params(2))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     assert engine.dispatches == []
     engine.state = EngineState.RUNNING
     assert await future
@@ -484,7 +486,7 @@ async def test_an_engine_that_missed_its_commit_is_told_again(stage, verbs) -> N
     commit, missed = engine._commit, []
 
     def is_in_step() -> bool:
-        return (engine.state.value, engine.epoch) == (coordinator.verbs.state, coordinator.verbs.epoch)
+        return (engine.state.value, engine.epoch) == (coordinator.core.verbs.state, coordinator.core.verbs.epoch)
 
     for number, kind in enumerate(verbs):
         # The answer to a verb may be here before its commit is at the engine.

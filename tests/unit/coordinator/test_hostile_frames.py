@@ -112,9 +112,9 @@ async def test_what_a_stranger_is_told(stage, sockets, role, frames, code, reaso
     coordinator = stage.coordinator()
     error = await ask(sockets(stage.address(role)), frames)
     assert error.code is code
-    assert error.incarnation == coordinator.incarnation
-    assert coordinator.counters.rejected[reason] == 1
-    assert len(coordinator.engines) == len(coordinator.clients) == 0
+    assert error.incarnation == coordinator.core.incarnation
+    assert coordinator.core.counters.rejected[reason] == 1
+    assert len(coordinator.core.engines) == len(coordinator.core.clients) == 0
 
 
 async def test_a_role_may_say_only_what_belongs_to_it(stage) -> None:
@@ -125,8 +125,8 @@ async def test_a_role_may_say_only_what_belongs_to_it(stage) -> None:
     assert engine.errors[-1].code is ErrorCode.WRONG_ROLE
     client._link.send(VECTORS["FINAL"].to_frames())
     link._link.send(VECTORS["SUBMIT"].to_frames())
-    await stage.until(lambda: coordinator.counters.rejected["wrong_role"] == 3)
-    assert len(coordinator.dispatcher.journal) == 0
+    await stage.until(lambda: coordinator.core.counters.rejected["wrong_role"] == 3)
+    assert len(coordinator.core.dispatcher.journal) == 0
 
 
 async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None:
@@ -134,7 +134,7 @@ async def test_a_clusters_coordinator_is_not_ended_by_its_clients(stage) -> None
     client, link = await stage.client(), await stage.admin()
     client.shutdown_coordinator()
     link._link.send([pack([int(Header.SHUTDOWN)])])
-    await stage.until(lambda: coordinator.counters.rejected["wrong_role"] == 2)
+    await stage.until(lambda: coordinator.core.counters.rejected["wrong_role"] == 2)
     assert not coordinator.ended.is_set()
 
 
@@ -142,11 +142,11 @@ async def test_who_sends_an_oversized_message_is_cut_off_and_may_come_back(stage
     coordinator = stage.coordinator()
     await stage.engine()
     client = await stage.client()
-    connection = coordinator.clients.named(Role.CLIENT, client._name).peer
+    connection = coordinator.core.clients.named(Role.CLIENT, client._name).peer
     body = bytes(3 << 20)
     client._link._socket.send(Submit(bytes(16), RequestMeta(), body, body, body).to_frames())
-    await stage.until(lambda: coordinator.clients.named(Role.CLIENT, client._name).peer != connection)
-    assert len(coordinator.dispatcher.journal) == 0
+    await stage.until(lambda: coordinator.core.clients.named(Role.CLIENT, client._name).peer != connection)
+    assert len(coordinator.core.dispatcher.journal) == 0
     assert (await client.add_request([1], params(3)))["generated_tokens"] == echo_answer([1], 3)
 
 
@@ -155,7 +155,7 @@ async def test_a_message_of_several_frames_is_malformed(stage, sockets) -> None:
     for frames in ([b"", pack([int(Header.STATUS)])], [pack([int(Header.STATUS)]), b""]):
         error = await ask(sockets(stage.address(Role.CLIENT)), frames)
         assert error.code is ErrorCode.MALFORMED
-    assert coordinator.counters.rejected["malformed"] == 2
+    assert coordinator.core.counters.rejected["malformed"] == 2
 
 
 async def test_bodies_that_are_not_what_they_should_be_reach_the_engine_and_no_further(stage, params) -> None:
@@ -166,7 +166,7 @@ async def test_bodies_that_are_not_what_they_should_be_reach_the_engine_and_no_f
     client._link.send(Submit(bytes(16), RequestMeta(), b"", b"", b"\xc1 not msgpack").to_frames())
     await engine.until(lambda: engine.dispatches)
     assert engine.dispatches[0].params == b"\xc1 not msgpack"
-    assert len(coordinator.dispatcher.journal) == 1
+    assert len(coordinator.core.dispatcher.journal) == 1
 
 
 ABSURD = [
@@ -192,9 +192,9 @@ async def test_a_hello_with_an_absurd_value_is_malformed(stage, sockets, role, f
     error = await ask(sockets(stage.address(role)), [pack([int(Header.HELLO), hello])])
     assert error.code is ErrorCode.MALFORMED
     assert f"field {field}" in error.message
-    assert coordinator.counters.rejected["malformed"] == 1
-    assert len(coordinator.engines) == len(coordinator.clients) == 0
-    assert (coordinator.verbs.fence, coordinator.verbs.epoch) == (0, 0)
+    assert coordinator.core.counters.rejected["malformed"] == 1
+    assert len(coordinator.core.engines) == len(coordinator.core.clients) == 0
+    assert (coordinator.core.verbs.fence, coordinator.core.verbs.epoch) == (0, 0)
 
 
 @pytest.mark.parametrize("heartbeat", [{"epoch": 1 << 63}, {"busy_for": float("inf")}, {"steps": -1}])
@@ -204,7 +204,7 @@ async def test_a_heartbeat_with_an_absurd_value_changes_nothing(stage, heartbeat
     engine.socket.send([pack([int(Header.HEARTBEAT), {"incarnation": 1, **heartbeat}])])
     await engine.until(lambda: engine.errors)
     assert engine.errors[-1].code is ErrorCode.MALFORMED
-    assert coordinator.engines.named("engine-0").epoch == 0
+    assert coordinator.core.engines.named("engine-0").epoch == 0
 
 
 async def test_an_admins_fence_above_the_maximum_is_rejected_and_the_next_is_not(stage) -> None:
@@ -214,8 +214,8 @@ async def test_an_admins_fence_above_the_maximum_is_rejected_and_the_next_is_not
     for fence in ((1 << 53) + 1, (1 << 64) - 1):
         body = {"operation_id": "o", "fence": fence}
         link._link.send([pack([int(Header.PAUSE), body])])
-    await stage.until(lambda: coordinator.counters.rejected["malformed"] == 2)
-    assert coordinator.verbs.fence == 0
+    await stage.until(lambda: coordinator.core.counters.rejected["malformed"] == 2)
+    assert coordinator.core.verbs.fence == 0
     assert (await link.control(Header.PAUSE, operation_id="p", fence=1)).ok
 
 
@@ -227,5 +227,5 @@ async def test_engines_are_bounded_in_number(stage, sockets, monkeypatch) -> Non
         sockets(stage.address(Role.ENGINE)), Hello(role=Role.ENGINE, name="second", incarnation=2).to_frames()
     )
     assert error.code is ErrorCode.UNAVAILABLE
-    assert [one.name for one in coordinator.engines] == ["first"]
+    assert [one.name for one in coordinator.core.engines] == ["first"]
     assert engine.errors == []

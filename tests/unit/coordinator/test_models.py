@@ -35,10 +35,10 @@ async def test_requests_held_while_the_model_is_replaced_are_refused_on_release(
     await link.control(Header.PAUSE, operation_id="p", fence=1)
     client = await stage.client(model="a")
     held = client.add_request([1], params(2))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     old.leave()
     await stage.engine("engine-1", model="b")
-    await stage.until(lambda: [engine.name for engine in coordinator.engines] == ["engine-1"])
+    await stage.until(lambda: [engine.name for engine in coordinator.core.engines] == ["engine-1"])
     assert not held.done()
     await link.control(Header.UNPAUSE, operation_id="u", fence=1)
     with pytest.raises(ModelChangedError):
@@ -67,7 +67,7 @@ async def test_tokens_of_one_model_are_not_continued_by_another(stage, params, n
     else:  # nobody has seen a token of it: any model may answer it, from its beginning
         assert (await whole)["generated_tokens"] == echo_answer([2], 8)
         assert [dispatch.generated for dispatch in new.dispatches] == [b""]
-    assert len(coordinator.dispatcher.journal) == 0
+    assert len(coordinator.core.dispatcher.journal) == 0
 
 
 async def test_who_waits_for_its_model_is_overtaken_by_others_and_served_in_order(stage, params) -> None:
@@ -76,7 +76,7 @@ async def test_who_waits_for_its_model_is_overtaken_by_others_and_served_in_orde
     await stage.engine("engine-1", model="b")
     first, second = await stage.client(model="a"), await stage.client(model="b")
     waiting = [first.add_request([number], params(1)) for number in range(3)]
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
     assert (await second.add_request([9], params(1)))["generated_tokens"] == echo_answer([9], 1)
     for number in range(3):
         await busy.until(lambda number=number: len(busy.dispatches) == number + 1)
@@ -93,7 +93,7 @@ async def test_a_silent_engine_keeps_what_only_its_model_may_answer(stage, param
     client = await stage.client(model="a")
     answer = client.add_request([1], params(1))
     await silent.until(lambda: silent.jobs)
-    await stage.until(lambda: coordinator.engines.named("engine-0").suspect)
+    await stage.until(lambda: coordinator.core.engines.named("engine-0").suspect)
     assert not silent.aborted
     silent.step()
     assert (await answer)["generated_tokens"] == echo_answer([1], 1)
@@ -107,4 +107,4 @@ async def test_a_pinned_request_is_refused_by_an_engine_of_another_model(stage, 
     with pytest.raises(ModelChangedError):
         await client.add_request([1], params(1), engine="engine-1")
     assert not other.dispatches
-    assert stage.coordinators[-1].clients.named(Role.CLIENT, client._name).model == "a"
+    assert stage.coordinators[-1].core.clients.named(Role.CLIENT, client._name).model == "a"

@@ -38,7 +38,7 @@ async def report(link: CoordinatorLink, engine: str) -> CanaryReport:
 
 async def test_a_canary_goes_to_the_engine_that_is_named_though_it_is_draining(stage: Any, link: Any) -> None:
     others = [await stage.engine(f"engine-{number}") for number in range(3)]
-    stage.coordinators[-1].engines.named("engine-1").draining = True
+    stage.coordinators[-1].core.engines.named("engine-1").draining = True
     found = await report(link, "engine-1")
     assert found.supported
     assert found.revision == "r1"
@@ -62,7 +62,7 @@ async def test_a_pinned_request_ends_with_its_engine_and_goes_nowhere_else(stage
     link.ask_canary(AskCanary("engine-0", "r1", "builtin:x"))
     await leaving.until(lambda: leaving.dispatches)
     leaving.leave()
-    journal = stage.coordinators[-1].dispatcher.journal
+    journal = stage.coordinators[-1].core.dispatcher.journal
     await stage.until(lambda: len(journal) == 0)
     assert not staying.dispatches
     assert "engine-0" not in link.snapshot.canaries

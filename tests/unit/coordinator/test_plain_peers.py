@@ -7,7 +7,7 @@ import zmq
 from eventually import LONG_SECONDS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.verbs import MOST_LATER
+from megatron_runtime.coordinator.core.verbs import MAX_DEFERRED
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import pack, unpack
 from megatron_runtime.transport.event_socket import EventSocket
@@ -80,9 +80,9 @@ async def test_plain_clients_are_bounded_in_number_like_others(stage, plain) -> 
     header, *told = await second.hear()
     assert header == Header.ERROR
     assert "1 clients are registered already" in str(told)
-    assert coordinator.status().rejected_frames == 1
+    assert coordinator.core.status().rejected_frames == 1
     first.say(Header.DISCONNECT)
-    await stage.until(lambda: len(coordinator.clients) == 0)
+    await stage.until(lambda: len(coordinator.core.clients) == 0)
     second.say(Header.CONNECT)
     assert await second.hear() == [Header.CONNECT_ACK]
 
@@ -153,11 +153,11 @@ async def test_plain_control_reaches_plain_engines_and_waits_for_ours(stage, cli
     theirs = plain(Role.ENGINE, identity=b"mp-coord-0")
     theirs.say()
     coordinator = stage.coordinators[-1]
-    await stage.until(lambda: len(coordinator.engines) == 2)
+    await stage.until(lambda: len(coordinator.core.engines) == 2)
     client.say(Header.UNPAUSE)  # not legal now: reaches no engine
     client.say(Header.PAUSE)
     assert await theirs.hear() == [Header.PAUSE]
-    await stage.until(lambda: coordinator.verbs.state == "PAUSED")
+    await stage.until(lambda: coordinator.core.verbs.state == "PAUSED")
     # One after the other, and no answer in between: each waits for the end of the one before.
     client.say(Header.SET_GENERATION_EPOCH, 9)
     client.say(Header.START_CUDA_PROFILER)
@@ -175,15 +175,15 @@ async def test_plain_control_messages_wait_as_far_as_there_is_room(stage, client
     ours = await stage.engine(mute={Header.PAUSE})
     coordinator = stage.coordinators[-1]
     client.say(Header.PAUSE)
-    await stage.until(lambda: coordinator.verbs.current is not None)
-    for epoch in range(1, MOST_LATER + 4):
+    await stage.until(lambda: coordinator.core.verbs.current is not None)
+    for epoch in range(1, MAX_DEFERRED + 4):
         client.say(Header.SET_GENERATION_EPOCH, epoch)
     client.say(Header.SUBMIT_REQUEST, 0, [-1], PARAMS)
     await client.hear()  # all that was said before has been heard
-    assert coordinator.verbs.epoch == 0
+    assert coordinator.core.verbs.epoch == 0
     ours.close()  # what is under way ends with it
-    await stage.until(lambda: coordinator.verbs.current is None)
-    assert coordinator.verbs.epoch == MOST_LATER
+    await stage.until(lambda: coordinator.core.verbs.current is None)
+    assert coordinator.core.verbs.epoch == MAX_DEFERRED
 
 
 async def test_errors_reach_a_plain_client_as_failed_replies(stage, client) -> None:
@@ -198,9 +198,9 @@ async def test_a_plain_engine_that_leaves_and_comes_back(stage, plain, params) -
     coordinator = stage.coordinator(single_port=True)
     engine = plain(Role.ENGINE, identity=b"mp-coord-0")
     engine.say()
-    await stage.until(lambda: len(coordinator.engines) == 1)
+    await stage.until(lambda: len(coordinator.core.engines) == 1)
     engine.say(Header.DISCONNECT)
-    await stage.until(lambda: len(coordinator.engines) == 0)
+    await stage.until(lambda: len(coordinator.core.engines) == 0)
     engine.say()
     client = await stage.client()
     future = client.add_request([1], params(1))
@@ -217,11 +217,11 @@ async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, 
     message = await engine.hear()
     for broken in ("x", [1], [{"no": "id"}], [{"request_id": message[1], "generated_tokens": ["a"]}]):
         engine.say(Header.ENGINE_REPLY, broken)
-    await stage.until(lambda: coordinator.counters.rejected["malformed"] == 4)
+    await stage.until(lambda: coordinator.core.counters.rejected["malformed"] == 4)
     engine.say(*answer_as_engine([0, 12345], tokens=[1]))
     engine.say(*answer_as_engine(message, tokens=[9]))
     assert (await future)["generated_tokens"] == [9]
-    assert coordinator.counters.stale == 1
+    assert coordinator.core.counters.stale == 1
 
 
 async def test_shutdown_ends_the_coordinator_of_one_port_and_no_other(stage, client) -> None:
@@ -233,18 +233,18 @@ async def test_a_plain_engine_whose_connection_broke_goes_on_with_its_identity(s
     """It registers once in its life; one of ours would register anew, and is lost with its connection."""
     coordinator = stage.coordinator(single_port=True)
     plain(Role.ENGINE, identity=b"mp-coord-0").say()
-    await stage.until(lambda: len(coordinator.engines) == 1)
+    await stage.until(lambda: len(coordinator.core.engines) == 1)
     client = plain(Role.CLIENT)
     client.say(Header.CONNECT)
     await client.hear()
     client.say(Header.SUBMIT_REQUEST, 0, [1, 2], PARAMS, None)
-    await stage.until(lambda: coordinator.engines.in_flight() == 1)
+    await stage.until(lambda: coordinator.core.engines.in_flight() == 1)
     stage.closers.pop(-2)()
     await stage.until(lambda: len(coordinator.transport._connections) == 1)
-    [number] = [number for number, _ in coordinator.engines.dispatched()]
+    [number] = [number for number, _ in coordinator.core.engines.dispatched()]
     again = plain(Role.ENGINE, identity=b"mp-coord-0")
     again.say(Header.ENGINE_REPLY, [{"request_id": number, "generated_tokens": [5, 6, 7, 8], "status": "COMPLETED"}])
     header, _, reply = await client.hear()
     assert header == Header.ENGINE_REPLY
     assert reply["generated_tokens"] == [5, 6, 7, 8]
-    assert coordinator.counters.engines_lost == 0
+    assert coordinator.core.counters.engines_lost == 0

@@ -39,9 +39,9 @@ def check_conviction(fleet: SimulatedFleet, poison, *, exits: int = 3) -> None:
     assert poison.error.code is ErrorCode.ENGINE_FAILED
     assert poison.error.retry_after_seconds is None
     assert poison.uid.hex() in poison.error.message
-    failed = fleet.coordinator.status().failed_requests
+    failed = fleet.core.status().failed_requests
     assert [(entry.uid, len(entry.engines)) for entry in failed] == [(poison.uid.hex(), exits)]
-    assert fleet.coordinator.counters.poison_requests == 1
+    assert fleet.core.counters.poison_requests == 1
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -63,7 +63,7 @@ async def test_a_poison_request_costs_three_engines_and_only_its_sender_an_error
     later = fleet.ask(5)
     fleet.finish()
     later.check()
-    assert not any(engine.reserved for engine in fleet.coordinator.engines)
+    assert not any(engine.reserved for engine in fleet.core.engines)
 
 
 async def test_after_one_crash_everything_is_replayed_at_once(fleet) -> None:
@@ -71,12 +71,12 @@ async def test_after_one_crash_everything_is_replayed_at_once(fleet) -> None:
     asked = [fleet.ask(n, streaming=n % 2 > 0) for n in range(1, 9)]
     fleet.turns(3)
     fleet.crash(first)
-    assert len(fleet.coordinator.dispatcher.queue) == 0, "a request waits after one crash"
+    assert len(fleet.core.dispatcher.queue) == 0, "a request waits after one crash"
     fleet.finish(turns=60)
     assert second.most_jobs == len(asked)
     for one in asked:
         one.check()
-    assert fleet.coordinator.counters.suspects == 0
+    assert fleet.core.counters.suspects == 0
 
 
 @pytest.mark.parametrize("way", ["cut", "engine failed", "new process"])
@@ -93,8 +93,8 @@ async def test_these_ends_of_engines_are_crashes(fleet, way) -> None:
         else:
             engine.alive = False
             fleet.engine("engine", loading_turns=10**6)
-        assert fleet.coordinator.counters.engine_crashes == number + 1
-    assert fleet.coordinator.counters.suspects == 4
+        assert fleet.core.counters.engine_crashes == number + 1
+    assert fleet.core.counters.suspects == 4
     fleet.engine("healthy")
     fleet.finish()
     for one in asked:
@@ -117,7 +117,7 @@ async def test_these_ends_of_engines_are_no_crashes(fleet, way) -> None:
             fleet.leave(engine, "engine cannot follow its coordinator")
         elif way == "silence":
             engine.silent = True
-            fleet.until(lambda: not len(fleet.coordinator.engines))
+            fleet.until(lambda: not len(fleet.core.engines))
         elif way == "node lost":
             fleet.cut(engine, by_peer=False)
         elif way == "drained":
@@ -126,7 +126,7 @@ async def test_these_ends_of_engines_are_no_crashes(fleet, way) -> None:
         elif way == "paused":
             fleet.control(Header.PAUSE)
             fleet.turns(2)
-            assert fleet.coordinator.engines.named("engine").state is EngineState.PAUSED
+            assert fleet.core.engines.named("engine").state is EngineState.PAUSED
             fleet.crash(engine)
             fleet.control(Header.UNPAUSE)
         elif way == "evicted":
@@ -141,8 +141,8 @@ async def test_these_ends_of_engines_are_no_crashes(fleet, way) -> None:
             fleet.say(engine.peer, engine.hello(serving=False))
             fleet.crash(engine)
         engine.alive = False
-        assert len(fleet.coordinator.engines) == 0
-    assert fleet.coordinator.counters.engine_crashes == fleet.coordinator.counters.suspects == 0
+        assert len(fleet.core.engines) == 0
+    assert fleet.core.counters.engine_crashes == fleet.core.counters.suspects == 0
     fleet.engine("healthy")
     fleet.finish()
     for one in asked:
@@ -164,7 +164,7 @@ async def test_an_engine_that_outlives_its_connection_did_not_crash(fleet) -> No
 
 
 def fleet_entries(fleet: SimulatedFleet) -> list:
-    return list(fleet.coordinator.dispatcher.journal)
+    return list(fleet.core.dispatcher.journal)
 
 
 async def test_a_suspect_whose_engine_outlives_its_connection_is_not_failed(fleet) -> None:
@@ -174,13 +174,13 @@ async def test_a_suspect_whose_engine_outlives_its_connection_is_not_failed(flee
     fleet.turns(3)
     assert len(engine.jobs) == 1
     fleet.cut(engine)
-    fleet.clock.advance(VERDICT_SECONDS / 2)
+    fleet.driver.advance(VERDICT_SECONDS / 2)
     assert not any(one.ended for one in asked)
     fleet.reconnect(engine)
     fleet.finish()
     for one in asked:
         one.check()
-    assert fleet.coordinator.counters.poison_requests == 0
+    assert fleet.core.counters.poison_requests == 0
 
 
 async def test_only_the_engine_that_a_suspect_had_alone_decides_about_it(fleet) -> None:
@@ -197,7 +197,7 @@ async def test_only_the_engine_that_a_suspect_had_alone_decides_about_it(fleet) 
     earlier.alive = True
     fleet.reconnect(earlier)
     fleet.turn()
-    assert len(fleet.coordinator.dispatcher.quarantine) == 1, "of the others one crash is left"
+    assert len(fleet.core.dispatcher.quarantine) == 1, "of the others one crash is left"
     fleet.reconnect(engine)
     fleet.finish()
     for one in asked:
@@ -212,7 +212,7 @@ async def test_the_verdict_waits_for_the_engine_to_come_back_and_no_longer(fleet
     fleet.restart_turns = None
     fleet.until(lambda: len(fleet.crashes) == 3)
     assert not poison.ended
-    fleet.clock.advance(VERDICT_SECONDS)
+    fleet.driver.advance(VERDICT_SECONDS)
     fleet.turn()
     check_conviction(fleet, poison)
     assert not other.ended
@@ -223,17 +223,17 @@ async def test_suspects_run_alone_one_after_another_and_only_past_the_point_of_t
     length = 500
     asked = [fleet.ask(n, tokens=length) for n in range(1, 21)]
     two_crashes(fleet)
-    begun = fleet.clock.time()
+    begun = fleet.driver.now
     first = fleet.engine("first")
-    fleet.until(lambda: len(fleet.coordinator.dispatcher.quarantine) == 0)
+    fleet.until(lambda: len(fleet.core.dispatcher.quarantine) == 0)
     fleet.turn()
     assert first.most_jobs == 1
     assert len(set(first.ran)) == len(first.ran) == 20, "a suspect was tried twice"
-    alone_turns = (fleet.clock.time() - begun) / TURN_SECONDS
+    alone_turns = (fleet.driver.now - begun) / TURN_SECONDS
     assert alone_turns < 20 * (ACQUITTAL_TOKENS + 5)
     normal = fleet.engine("normal")
     fleet.turns(ACQUITTAL_TOKENS + 2)
-    assert fleet.coordinator.counters.acquitted == 20
+    assert fleet.core.counters.acquitted == 20
     assert len(normal.jobs) == 19, "the acquitted wait"
     assert len(first.jobs) == 1, "the last suspect was moved"
     fleet.ask(99)
@@ -250,8 +250,8 @@ async def test_a_request_past_the_point_of_its_first_crash_is_acquitted_of_it(fl
     fleet.crash(first)
     fleet.turns(ACQUITTAL_TOKENS + 2)
     fleet.crash(second)
-    assert fleet.coordinator.counters.suspects == 0
-    assert len(fleet.coordinator.dispatcher.queue) == 0
+    assert fleet.core.counters.suspects == 0
+    assert len(fleet.core.dispatcher.queue) == 0
     fleet.finish()
     for one in asked:
         one.check()
@@ -268,10 +268,10 @@ async def test_without_an_empty_engine_the_least_busy_one_empties_and_an_empty_o
     for engine in sorted(crashing, key=lambda engine: -len(engine.jobs)):
         fleet.turn()
         fleet.crash(engine)
-    assert len(fleet.coordinator.dispatcher.quarantine) > 0
+    assert len(fleet.core.dispatcher.quarantine) > 0
     late = [fleet.ask(n, tokens=10) for n in range(20, 24)]
     fleet.turn()
-    reserved = next(engine for engine in fleet.coordinator.engines if engine.reserved)
+    reserved = next(engine for engine in fleet.core.engines if engine.reserved)
     emptying = fleet.engines[reserved.name]
     before = len(emptying.jobs)
     fleet.turns(3)
@@ -310,7 +310,7 @@ async def test_of_two_poison_requests_each_is_failed_and_no_more_engines_end_tha
         asked.check()
     assert all(asked.error is not None and asked.error.code is ErrorCode.ENGINE_FAILED for asked in poison)
     assert len(fleet.crashes) <= 6
-    assert fleet.coordinator.counters.poison_requests == 2
+    assert fleet.core.counters.poison_requests == 2
 
 
 async def test_when_the_poison_is_found_those_that_were_there_with_it_are_free(fleet) -> None:
@@ -319,7 +319,7 @@ async def test_when_the_poison_is_found_those_that_were_there_with_it_are_free(f
     innocent = [fleet.ask(n, tokens=300, streaming=False) for n in range(1, 21)]
     poison = fleet.ask(POISON)
     fleet.until(lambda: poison.ended)
-    assert len(fleet.coordinator.dispatcher.quarantine) == 0
+    assert len(fleet.core.dispatcher.quarantine) == 0
     fleet.finish(turns=400)
     for asked in innocent:
         asked.check()
@@ -341,7 +341,7 @@ async def test_a_suspect_may_be_aborted_or_run_out_of_time(fleet, moment, way) -
     if way == "abort":
         fleet.abort(suspect)
     else:
-        fleet.clock.advance(8.0 if moment != "accused" else VERDICT_SECONDS - 0.1)
+        fleet.driver.advance(8.0 if moment != "accused" else VERDICT_SECONDS - 0.1)
         if moment == "accused":
             fleet.abort(suspect)
     fleet.turn()
@@ -349,10 +349,10 @@ async def test_a_suspect_may_be_aborted_or_run_out_of_time(fleet, moment, way) -
     if way == "deadline" and moment != "accused":
         assert suspect.error.code is ErrorCode.DEADLINE
     fleet.engine("healthy")
-    fleet.clock.advance(VERDICT_SECONDS)
+    fleet.driver.advance(VERDICT_SECONDS)
     fleet.finish()
     other.check()
-    assert fleet.coordinator.counters.poison_requests == 0
+    assert fleet.core.counters.poison_requests == 0
 
 
 async def test_what_a_client_aborted_does_not_fall_on_the_suspect_that_comes_next(fleet) -> None:
@@ -366,11 +366,11 @@ async def test_what_a_client_aborted_does_not_fall_on_the_suspect_that_comes_nex
     for one in sorted(crashing, key=lambda one: -len(one.jobs)):
         fleet.turn()
         fleet.crash(one)
-    assert len(fleet.coordinator.dispatcher.quarantine) == 1
+    assert len(fleet.core.dispatcher.quarantine) == 1
     engine.silent = True
     fleet.abort(aborted)
-    fleet.coordinator.pump()
-    assert len(fleet.coordinator.engines.named("engine").in_flight) == 0, "a suspect went where something may run"
+    fleet.driver.pump()
+    assert len(fleet.core.engines.named("engine").in_flight) == 0, "a suspect went where something may run"
     fleet.crash(engine)
     fleet.engine("healthy")
     fleet.finish()
@@ -402,7 +402,7 @@ async def test_pause_and_drain_with_a_suspect_on_trial(fleet) -> None:
     assert fleet.acks[-1].ok
     fleet.control(Header.UNPAUSE)
     fleet.turns(3)
-    trial = fleet.engines[fleet.coordinator.dispatcher.quarantine._reserved.name]
+    trial = fleet.engines[fleet.core.dispatcher.quarantine._reserved.name]
     fleet.control(Header.DRAIN, engine=trial.name)
     fleet.finish()
     assert fleet.acks[-1].ok, fleet.acks[-1]
@@ -421,7 +421,7 @@ async def test_stop_answers_suspects_too(fleet) -> None:
     fleet.control(Header.STOP)
     fleet.turns(2)
     assert {one.error.code for one in suspects} == {ErrorCode.UNAVAILABLE}
-    assert not fleet.coordinator.dispatcher.quarantine.active
+    assert not fleet.core.dispatcher.quarantine.active
 
 
 async def test_a_suspect_on_trial_goes_on_elsewhere_when_its_engine_leaves_or_is_silent(fleet) -> None:
@@ -440,7 +440,7 @@ async def test_a_suspect_on_trial_goes_on_elsewhere_when_its_engine_leaves_or_is
     fleet.finish()
     for one in suspects:
         one.check()
-    assert fleet.coordinator.counters.poison_requests == 0
+    assert fleet.core.counters.poison_requests == 0
 
 
 async def test_a_request_that_hangs_an_engine_and_then_ends_it_is_counted(fleet) -> None:
@@ -452,9 +452,9 @@ async def test_a_request_that_hangs_an_engine_and_then_ends_it_is_counted(fleet)
     hung.silent = True
     fleet.until(lambda: other.jobs)
     fleet.crash(hung)
-    assert len(next(iter(fleet.coordinator.dispatcher.journal)).crashes) == 1
+    assert len(next(iter(fleet.core.dispatcher.journal)).crashes) == 1
     fleet.crash(other)
-    assert fleet.coordinator.counters.suspects == 1
+    assert fleet.core.counters.suspects == 1
     fleet.engine("healthy")
     fleet.finish()
     asked.check()
@@ -495,11 +495,11 @@ async def test_plain_engines_are_tried_too(fleet) -> None:
                 break
             fleet.turn()
         # Only a message that cannot be sent shows that an idle plain engine is gone.
-        fleet.coordinator.pump()
-        for registered in fleet.coordinator.engines:
+        fleet.driver.pump()
+        for registered in fleet.core.engines:
             if not fleet.engines[registered.name].alive:
-                fleet.coordinator._lose_unreachable(registered, "its connection is gone")
-        fleet.clock.advance(VERDICT_SECONDS)
+                fleet.core.membership.lose_unreachable(registered)
+        fleet.driver.advance(VERDICT_SECONDS)
     fleet.plain_engine("healthy")
     fleet.finish()
     for one in asked:
@@ -511,10 +511,10 @@ async def test_a_plain_client_gets_a_failed_reply_that_asks_for_no_repetition() 
     fleet = SimulatedFleet(single_port=True)
     peer = (3, b"plain-client")
     heard = []
-    fleet.wire.inboxes[peer] = type("Inbox", (), {"append": lambda _, message: heard.append(message)})()
-    fleet.coordinator.receive(peer, [pack([int(Header.CONNECT)])])
+    fleet.inboxes[peer] = type("Inbox", (), {"append": lambda _, message: heard.append(message)})()
+    fleet.driver.receive(peer, [pack([int(Header.CONNECT)])])
     submit = [int(Header.SUBMIT_REQUEST), 5, [POISON], {"num_tokens_to_generate": 9}, None]
-    fleet.coordinator.receive(peer, [pack(submit)])
+    fleet.driver.receive(peer, [pack(submit)])
     fleet.restart_turns = 3
     fleet.engine("engine")
     fleet.until(lambda: len(heard) > 1)
@@ -529,14 +529,14 @@ async def test_a_bounded_number_of_failures_is_reported(fleet) -> None:
     for number in range(REMEMBERED_FAILURES + 2):
         fleet.ask(POISON, number)
         fleet.finish()
-    failed = fleet.coordinator.status().failed_requests
+    failed = fleet.core.status().failed_requests
     assert len(failed) == REMEMBERED_FAILURES
     assert failed[-1].uid == list(fleet.asked)[-1].hex()
-    assert fleet.coordinator.status().to_frames() == fleet.coordinator.status().to_frames()
+    assert fleet.core.status().to_frames() == fleet.core.status().to_frames()
 
 
 async def test_a_coordinator_without_failures_does_not_mention_them(fleet) -> None:
-    assert "failed_requests" not in unpack(fleet.coordinator.status().to_frames()[0])[1]
+    assert "failed_requests" not in unpack(fleet.core.status().to_frames()[0])[1]
 
 
 class Chaos:
@@ -571,7 +571,7 @@ class Chaos:
     def end(self, engine: SimulatedEngine) -> None:
         """In a way that is no crash, or is one of several requests."""
         fleet = self.fleet
-        registered = fleet.coordinator.engines.at(engine.peer)
+        registered = fleet.core.engines.at(engine.peer)
         way = self.random.choice(["leave", "cut", "kill"])
         if registered is None or (way == "kill" and registered.reserved):
             return

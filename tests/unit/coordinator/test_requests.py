@@ -6,7 +6,7 @@ import socket
 import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.client_side import MAX_TEXT_CHARACTERS
+from megatron_runtime.coordinator.core.coordinator import MAX_TEXT_CHARACTERS
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient, RequestRejectedError
 from megatron_runtime.inference_request import DynamicInferenceRequestRecord, Status
 from megatron_runtime.protocol.headers import Role
@@ -46,7 +46,7 @@ async def test_a_request_that_comes_again_after_its_answer_is_not_run_again(stag
     (submit,) = (frames for frames in sent if isinstance(decode(frames), Submit))
     send(submit)
     await client.add_request([4], params(3))
-    assert (len(engine.dispatches), coordinator.counters.completed) == (2, 2)
+    assert (len(engine.dispatches), coordinator.core.counters.completed) == (2, 2)
 
 
 async def test_by_default_a_future_gives_a_record_and_on_demand_its_merged_request(stage, params) -> None:
@@ -80,10 +80,10 @@ async def test_an_engine_gets_no_more_than_it_runs_and_the_rest_keeps_its_order(
     coordinator = stage.coordinator()
     client = await stage.client()
     futures = [client.add_request([n], params(1)) for n in range(1, 9)]
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 8)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 8)
     engine = await stage.engine(step_seconds=None, max_requests=3)
     await engine.until(lambda: len(engine.jobs) == 3)
-    assert len(coordinator.dispatcher.queue) == 5
+    assert len(coordinator.core.dispatcher.queue) == 5
     while not all(future.done() for future in futures):
         engine.step()
         await asyncio.sleep(0.01)
@@ -100,7 +100,7 @@ async def test_an_abort_reaches_whoever_has_the_request(stage, params, where, ho
         stream = client.add_request_streaming(PROMPT, params(4))
     else:
         future = client.add_request(PROMPT, params(4))
-    await stage.until(lambda: len(coordinator.dispatcher.journal) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 1)
     if engine is not None:
         await engine.until(lambda: engine.jobs)
     if how == "closed stream":
@@ -111,12 +111,12 @@ async def test_an_abort_reaches_whoever_has_the_request(stage, params, where, ho
         assert future.cancelled()
     else:
         future.cancel()
-    await stage.until(lambda: len(coordinator.dispatcher.journal) == 0)
+    await stage.until(lambda: len(coordinator.core.dispatcher.journal) == 0)
     if engine is not None:
         await engine.until(lambda: engine.aborted)
     assert client.completion_futures == client.streams == {}
-    assert len(coordinator.dispatcher.queue) == 0
-    assert coordinator.counters.aborted == 1
+    assert len(coordinator.core.dispatcher.queue) == 0
+    assert coordinator.core.counters.aborted == 1
 
 
 async def test_a_full_queue_refuses_and_says_when_to_try_again(stage, params) -> None:
@@ -151,7 +151,7 @@ async def test_a_prompt_that_is_too_large_is_refused_before_it_is_sent(stage, pa
     stream = client.add_request_streaming(list(range(3_000_000)), params(1))
     with pytest.raises(RequestRejectedError):
         await anext(stream)
-    assert coordinator.counters.rejected_frames == 0
+    assert coordinator.core.counters.rejected_frames == 0
 
 
 async def test_what_an_engine_refuses_is_a_failed_reply(stage) -> None:
@@ -225,7 +225,7 @@ async def test_text_needs_a_tokenizer_at_the_coordinator(stage, params) -> None:
         def tokenize(self, text: str) -> list[int]:
             return [ord(letter) for letter in text]
 
-    coordinator.client_side.tokenizer = Letters()
+    coordinator.core.tokenizer = Letters()
     await client.add_request("hi", params(1))
     assert tokens_from_bytes(engine.dispatches[-1].prompt).tolist() == [104, 105]
 
@@ -243,7 +243,7 @@ async def test_text_that_is_too_long_or_breaks_the_tokenizer_is_refused(stage, p
     coordinator = stage.coordinator()
     await stage.engine()
     client = await stage.client()
-    coordinator.client_side.tokenizer = Fragile()
+    coordinator.core.tokenizer = Fragile()
     with pytest.raises(RequestRejectedError, match="524289 characters: at most 524288"):
         await client.add_request("x" * (MAX_TEXT_CHARACTERS + 1), params(1))
     with pytest.raises(RequestRejectedError, match="cannot be tokenized: index out of bounds"):

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core import shares
+from megatron_runtime.coordinator.core import dispatch
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.messages import Final, pack, tokens_to_bytes
 
@@ -23,12 +23,12 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
     await engine.until(lambda: len(engine.jobs) == 8)
     for _ in range(3):
         engine.step()
-    await stage.until(lambda: all(entry.tokens_so_far == 3 for entry in list(coordinator.dispatcher.journal)[:8]))
+    await stage.until(lambda: all(entry.tokens_so_far == 3 for entry in list(coordinator.core.dispatcher.journal)[:8]))
     other = [client.add_request_streaming([2, n], params(30), tenant="other") for n in range(6)]
     await engine.until(lambda: prompts_of(engine.dispatches).count(2) == 4)
     running = prompts_of(job.dispatch for job in engine.jobs.values())
     assert (running.count(1), running.count(2)) == (4, 4)
-    assert coordinator.counters.moved == len(engine.aborted) == 4
+    assert coordinator.core.counters.moved == len(engine.aborted) == 4
     # The most recent four made room: they had the least to lose.
     assert engine.aborted == [dispatch.dispatch_id for dispatch in reversed(engine.dispatches[4:8])]
     engine.step_seconds = 0.0
@@ -40,7 +40,7 @@ async def test_a_tenant_that_fills_every_slot_makes_room_for_another_at_once(sta
         assert tokens == final["generated_tokens"] == echo_answer(prompt, 30)
     again = [dispatch for dispatch in engine.dispatches if len(dispatch.generated)]
     assert len(again) >= 4, "a request that made room goes on with the tokens it had"
-    assert len(coordinator.dispatcher.tenants) == 0
+    assert len(coordinator.core.dispatcher.tenants) == 0
 
 
 async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
@@ -49,13 +49,13 @@ async def test_a_tenant_alone_has_every_slot(stage, params) -> None:
     client = await stage.client()
     for number in range(20):
         client.add_request([1, number], params(4), tenant="only")
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 12)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 12)
     assert len(engine.jobs) == 8
     for number in range(12):
         engine.finish(next(iter(engine.jobs)))
         await engine.until(lambda number=number: len(engine.dispatches) == 9 + number)
     assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(20))
-    assert coordinator.counters.moved == 0
+    assert coordinator.core.counters.moved == 0
 
 
 async def test_a_request_without_a_tenant_belongs_to_that_of_its_connection(stage, params) -> None:
@@ -69,13 +69,13 @@ async def test_a_request_without_a_tenant_belongs_to_that_of_its_connection(stag
         other.add_request([2, number], params(4))
     await engine.until(lambda: len(engine.dispatches) == 6)
     assert sorted(prompts_of(job.dispatch for job in engine.jobs.values())) == [1, 1, 2, 2]
-    assert len(coordinator.dispatcher.tenants) == 2
+    assert len(coordinator.core.dispatcher.tenants) == 2
     named = [client.add_request([3], params(4), tenant="shared") for client in (greedy, other)]
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 9)
-    assert len(coordinator.dispatcher.tenants) == 3, "a tenant that is named is the same on every connection"
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 9)
+    assert len(coordinator.core.dispatcher.tenants) == 3, "a tenant that is named is the same on every connection"
     other.stop()
     greedy.stop()
-    await stage.until(lambda: not len(coordinator.dispatcher.tenants))
+    await stage.until(lambda: not len(coordinator.core.dispatcher.tenants))
     assert all(future.cancelled() for future in named)
 
 
@@ -88,7 +88,7 @@ async def test_the_waiting_tenant_with_the_lowest_load_goes_next_each_in_the_ord
         client.add_request([2, number], params(4), tenant="b")
     client.add_request([3, 0], params(4), tenant="c")
     client.add_request([4, 0], params(4, priority=-1), tenant="a")
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 11)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 11)
     engine = await stage.engine(max_requests=1, step_seconds=None)
     for number in range(11):
         await engine.until(lambda number=number: len(engine.dispatches) == number + 1)
@@ -104,11 +104,11 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
     begun = [client.add_request_streaming([1, n], params(4), tenant="ab"[n]) for n in range(2)]
     await lost.until(lambda: len(lost.jobs) == 2)
     lost.step()
-    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.dispatcher.journal))
+    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.core.dispatcher.journal))
     later = [client.add_request([2, n], params(4), tenant="c") for n in range(2)]
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
     lost.leave()
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 4)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 4)
     engine = await stage.engine("next", max_requests=1)
     for number, stream in enumerate(begun):
         assert (await collect(stream))[1]["generated_tokens"] == echo_answer([1, number], 4)
@@ -118,7 +118,7 @@ async def test_requests_of_a_lost_engine_go_before_those_of_every_tenant(stage, 
 
 
 async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, monkeypatch) -> None:
-    monkeypatch.setattr(shares, "MOVE_AGAIN_SECONDS", 3600.0)
+    monkeypatch.setattr(dispatch, "MOVE_AGAIN_SECONDS", 3600.0)
     coordinator = stage.coordinator()
     engine = await stage.engine(max_requests=3, step_seconds=None)
     client = await stage.client()
@@ -135,10 +135,10 @@ async def test_a_request_that_made_room_is_not_taken_again_soon(stage, params, m
     await engine.until(lambda: len(engine.dispatches) == 8)
     assert engine.dispatches[-1].prompt[0] == 2, "the third had not made room yet"
     client.add_request([3, 0], params(4), tenant="c")
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
-    coordinator.pump()
-    assert coordinator.counters.moved == 3, "each has made room once"
-    monkeypatch.setattr(shares, "MOVE_AGAIN_SECONDS", 0.0)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    stage.pump()
+    assert coordinator.core.counters.moved == 3, "each has made room once"
+    monkeypatch.setattr(dispatch, "MOVE_AGAIN_SECONDS", 0.0)
     engine.finish(engine.dispatches[-1].dispatch_id)
     await engine.until(lambda: len(engine.dispatches) == 9)
 
@@ -151,19 +151,19 @@ async def test_pinned_requests_those_of_higher_priority_and_plain_engines_make_n
     client.add_request([2], params(4, priority=-1), tenant="a")
     client.add_request([3], params(4), tenant="a")
     await engine.until(lambda: len(engine.dispatches) == 3)
-    record = coordinator.engines.named("engine-0")
+    record = coordinator.core.engines.named("engine-0")
     record.plain = True
     client.add_request([4], params(4), tenant="b")
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
-    coordinator.pump()
-    assert coordinator.counters.moved == 0, "what a plain engine has generated is not known before its end"
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    stage.pump()
+    assert coordinator.core.counters.moved == 0, "what a plain engine has generated is not known before its end"
     record.plain = False
     await engine.until(lambda: len(engine.dispatches) == 4)
     assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 2, 4]
     client.add_request([5], params(4), tenant="c")
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 2)
-    coordinator.pump()
-    assert coordinator.counters.moved == 1
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 2)
+    stage.pump()
+    assert coordinator.core.counters.moved == 1
     client.add_request([6], params(4, priority=-1), tenant="c")
     await engine.until(lambda: len(engine.dispatches) == 5)
     assert prompts_of(job.dispatch for job in engine.jobs.values()) == [1, 4, 6]
@@ -176,7 +176,7 @@ async def test_a_late_answer_of_a_request_that_made_room_is_delivered(stage, par
     streams = [client.add_request_streaming([1, n], params(3), tenant="a") for n in range(2)]
     await engine.until(lambda: len(engine.jobs) == 2)
     engine.step()
-    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.dispatcher.journal))
+    await stage.until(lambda: all(entry.tokens_so_far for entry in coordinator.core.dispatcher.journal))
     ended = engine.jobs[engine.dispatches[1].dispatch_id]
     other = client.add_request([2], params(3), tenant="b")
     await engine.until(lambda: engine.aborted)
@@ -185,7 +185,7 @@ async def test_a_late_answer_of_a_request_that_made_room_is_delivered(stage, par
     reply = pack({"status": "COMPLETED", "finish_reason": "length"})
     engine.send(Final(ended.dispatch.dispatch_id, ended.dispatch.uid, tokens_to_bytes(tokens), reply))
     assert (await collect(streams[1]))[1]["generated_tokens"] == tokens
-    assert coordinator.counters.late == 1
+    assert coordinator.core.counters.late == 1
     engine.step_seconds = 0.0
     engine._schedule()
     assert (await collect(streams[0]))[1]["generated_tokens"] == echo_answer([1, 0], 3)
@@ -197,7 +197,7 @@ async def test_where_only_the_order_of_arrival_decides_there_is_one_tenant(stage
     client = await stage.client()
     for number in range(8):
         client.add_request([1 + number % 2, number], params(1), tenant="ab"[number % 3 // 2])
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 8)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 8)
     engine = await stage.engine(max_requests=1, step_seconds=None)
     await engine.until(lambda: len(engine.dispatches) == 8)
     assert [dispatch.prompt[4] for dispatch in engine.dispatches] == list(range(8))
@@ -213,7 +213,7 @@ async def test_a_full_queue_has_room_for_the_tenant_with_fewer_requests(stage, p
         with pytest.raises(RequestRejectedError, match="try again") as rejected:
             await future
         assert (rejected.value.code, rejected.value.retry_after_seconds) == (429, 1.0)
-    assert len(coordinator.dispatcher.queue) == 6
+    assert len(coordinator.core.dispatcher.queue) == 6
     engine = await stage.engine(max_requests=1)
     await asyncio.gather(*greedy[:3], *other[:3])
     assert sorted(prompts_of(engine.dispatches)) == [1, 1, 1, 2, 2, 2]
@@ -228,6 +228,6 @@ async def test_a_full_journal_has_room_for_the_tenant_with_fewer_bytes(stage, pa
         await greedy[3]
     with pytest.raises(RequestRejectedError, match="of 40000"):
         await client.add_request([2] * 4000, params(1), tenant="b")
-    assert len(coordinator.dispatcher.queue) == 4
+    assert len(coordinator.core.dispatcher.queue) == 4
     await stage.engine()
     await asyncio.gather(*greedy[:3], other)

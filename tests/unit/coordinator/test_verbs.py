@@ -69,7 +69,7 @@ async def test_every_verb_in_every_state(stage, control, kind, state) -> None:
     before = [dict(engine.acted) for engine in engines]
     if (kind, state) in OUTCOME:
         ack = await control(link, kind, expected_engines=2)
-        assert ack.state == OUTCOME[kind, state] == coordinator.verbs.state
+        assert ack.state == OUTCOME[kind, state] == coordinator.core.verbs.state
         idle = kind is H.PAUSE and state is not S.RUNNING
         if not idle:
             assert (ack.ranks, ack.total_ranks) == (3, 3)
@@ -82,7 +82,7 @@ async def test_every_verb_in_every_state(stage, control, kind, state) -> None:
         with pytest.raises(ControlRefusedError, match=state.value) as refused:
             await control(link, kind)
         assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
-        assert refused.value.state == state == coordinator.verbs.state
+        assert refused.value.state == state == coordinator.core.verbs.state
         assert [dict(engine.acted) for engine in engines] == before
 
 
@@ -104,7 +104,7 @@ async def test_engines_confirm_before_the_coordinator_commits(stage, control) ->
     assert status.operations[-1].phase == "InProgress"
     assert not answer.done()
     assert quick.commits == []
-    assert coordinator.verbs.state is S.RUNNING
+    assert coordinator.core.verbs.state is S.RUNNING
     slow.mute.clear()
     slow._control(control_message("pause"))
     ack = await answer
@@ -184,7 +184,7 @@ async def test_none_cannot_pass_for_all(stage, control) -> None:
     with pytest.raises(ControlRefusedError, match="expects 2 engines; serving: engine-0") as refused:
         await control(link, H.PAUSE, expected_engines=2)
     assert refused.value.code == ErrorCode.ENGINES_MISSING
-    assert coordinator.verbs.state is S.RUNNING
+    assert coordinator.core.verbs.state is S.RUNNING
 
 
 async def test_an_engine_that_misses_the_deadline_is_evicted_and_named(stage, control, params) -> None:
@@ -203,7 +203,7 @@ async def test_an_engine_that_misses_the_deadline_is_evicted_and_named(stage, co
     await control(link, H.UNPAUSE)
     replies = await asyncio.gather(*futures)
     assert [reply["generated_tokens"] for reply in replies] == [echo_answer([n], 4) for n in range(1, 5)]
-    assert coordinator.engines.named("mute") is None
+    assert coordinator.core.engines.named("mute") is None
     assert good.acted[H.UNPAUSE] == 1
 
 
@@ -216,7 +216,7 @@ async def test_an_engine_that_fails_is_evicted_and_the_others_commit(stage, cont
     assert ack.engines["bad"].error == "PAUSE went wrong"
     await good.until(lambda: good.state is EngineState.PAUSED)
     assert bad.commits == []
-    assert coordinator.verbs.state is S.PAUSED
+    assert coordinator.core.verbs.state is S.PAUSED
 
 
 @pytest.mark.parametrize("how", ["failing", "mute"])
@@ -232,7 +232,7 @@ async def test_an_engine_that_cannot_be_profiled_is_named_and_serves_on(stage, c
     assert refused.value.ack.evicted == []
     assert refused.value.ack.engines["good"].ok
     assert good.acted[H.START_CUDA_PROFILER] == 1
-    assert coordinator.engines.named("bad") is not None
+    assert coordinator.core.engines.named("bad") is not None
     await control(link, H.STOP_CUDA_PROFILER, expected_engines=2)
     await asyncio.gather(*(client.add_request([number], params(2)) for number in range(4)))
     assert good.dispatches
@@ -247,7 +247,7 @@ async def test_when_no_engine_succeeds_nothing_has_changed(stage, control, param
         await control(link, H.PAUSE)
     assert refused.value.ack is not None
     assert refused.value.ack.evicted == ["engine-0"]
-    assert coordinator.verbs.state is S.RUNNING
+    assert coordinator.core.verbs.state is S.RUNNING
     engine.say_hello()
     assert await client.add_request([1], params(2))
 
@@ -271,7 +271,7 @@ async def test_with_no_engine_a_verb_is_confirmed_by_nobody(stage, control) -> N
     link = await stage.admin()
     ack = await control(link, H.PAUSE, expected_engines=0)
     assert (ack.state, ack.ranks, ack.total_ranks) == (S.PAUSED, 0, 0)
-    assert coordinator.verbs.state is S.PAUSED
+    assert coordinator.core.verbs.state is S.PAUSED
 
 
 async def test_pause_freezes_what_runs_and_holds_what_comes(stage, control, params, collect) -> None:
@@ -283,7 +283,7 @@ async def test_pause_freezes_what_runs_and_holds_what_comes(stage, control, para
     await control(link, H.PAUSE)
     tokens_at_pause = [len(job.generated) for job in engine.jobs.values()]
     later = client.add_request([2], params(4))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     await asyncio.sleep(0.1)
     assert [len(job.generated) for job in engine.jobs.values()] == tokens_at_pause
     assert not later.done()
@@ -366,9 +366,9 @@ async def test_drain_waits_until_the_engine_is_idle_and_sends_it_nothing_more(st
     running = client.add_request([1], params(3))
     await drained.until(lambda: drained.jobs)
     answer = control(link, H.DRAIN, engine="drained")
-    await stage.until(lambda: coordinator.engines.named("drained").draining)
+    await stage.until(lambda: coordinator.core.engines.named("drained").draining)
     waiting = client.add_request([2], params(3))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     assert not answer.done()
     for _ in range(3):
         drained.step()
@@ -401,7 +401,7 @@ async def test_after_a_drain_of_all_unpause_gives_work_again(stage, control, par
     await control(link, H.DRAIN)
     assert (await link.status()).drained_all
     future = client.add_request([1], params(3))
-    await stage.until(lambda: len(coordinator.dispatcher.queue) == 1)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
     for verb in verbs:
         assert not engine.dispatches
         await control(link, verb)
@@ -439,7 +439,7 @@ async def test_the_admin_port_wants_id_and_fence(stage, control) -> None:
     link = await stage.admin()
     with pytest.raises(ControlRefusedError, match="operation_id and fence are required"):
         await link.control(H.PAUSE, operation_id="x")
-    assert coordinator.verbs.state is S.RUNNING
+    assert coordinator.core.verbs.state is S.RUNNING
 
 
 async def test_the_client_port_takes_no_control_and_the_only_port_does(stage) -> None:
@@ -448,7 +448,7 @@ async def test_the_client_port_takes_no_control_and_the_only_port_does(stage) ->
     with pytest.raises(ControlRefusedError) as refused:
         await client.pause_engines()
     assert refused.value.code == ErrorCode.WRONG_ROLE
-    assert coordinator.counters.rejected["wrong_role"] == 1
+    assert coordinator.core.counters.rejected["wrong_role"] == 1
 
     stage.coordinator(single_port=True)
     engine = await stage.engine()
@@ -470,17 +470,17 @@ async def test_an_update_of_weights_is_committed_and_empties_the_table_of_prefix
     engines = [await stage.engine(f"engine-{n}", block_size_tokens=4) for n in range(2)]
     link, client = await stage.admin(), await stage.client()
     await client.add_request(list(range(8)), params(1))
-    assert any(coordinator.router._held.values())
+    assert any(coordinator.core.router._held.values())
     ack = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8, expected_engines=2)
     assert (ack.ok, ack.ranks) == (True, 2)
-    assert coordinator.verbs.epoch == 8
-    assert not coordinator.router._held
+    assert coordinator.core.verbs.epoch == 8
+    assert not coordinator.core.router._held
     for engine in engines:
         await engine.until(lambda engine=engine: engine.epoch == 8)
         assert [(c.kind, c.source, c.epoch) for c in engine.controls] == [(H.UPDATE_WEIGHTS, "/models/8", 8)]
     again = await control(link, H.UPDATE_WEIGHTS, source="/models/8", epoch=8)
     assert again.ok
-    assert coordinator.verbs.epoch == 8, "the target is absolute"
+    assert coordinator.core.verbs.epoch == 8, "the target is absolute"
 
 
 async def test_an_update_of_weights_that_fails_somewhere_evicts_who_failed_and_everywhere_changes_nothing(
@@ -496,7 +496,7 @@ async def test_an_update_of_weights_that_fails_somewhere_evicts_who_failed_and_e
     good.failing.add(H.UPDATE_WEIGHTS)
     with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS went wrong"):
         await control(link, H.UPDATE_WEIGHTS, epoch=4, source="/models/broken")
-    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (3, "/models/7")
+    assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (3, "/models/7")
     assert [commit.epoch for commit in good.commits] == [3]
     assert bad.commits == []
 
@@ -516,8 +516,8 @@ async def test_a_coordinator_that_comes_back_learns_the_weights_from_its_engines
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3))
     await stage.engine("old", revision="a", epoch=4, source="/models/4")
     await stage.engine("new", revision="a", epoch=5, source="/models/5")
-    await stage.until(lambda: coordinator.verbs.state is S.RUNNING)
-    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (5, "/models/5")
+    await stage.until(lambda: coordinator.core.verbs.state is S.RUNNING)
+    assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (5, "/models/5")
 
 
 async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_others_are_told(stage, params) -> None:
@@ -527,11 +527,11 @@ async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_
     await old.until(lambda: old.acks[-1].state == S.RUNNING)
     client = await stage.client()
     await client.add_request(list(range(8)), params(1))
-    assert any(coordinator.router._held.values())
+    assert any(coordinator.core.router._held.values())
     new = await stage.engine("new", revision="a", epoch=5, source="/models/5", block_size_tokens=4)
-    assert (coordinator.verbs.epoch, coordinator.verbs.source) == (5, "/models/5")
+    assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (5, "/models/5")
     assert (new.acks[-1].epoch, new.acks[-1].source) == (5, "/models/5")
-    assert not coordinator.router._held, "what was computed with the older weights"
+    assert not coordinator.core.router._held, "what was computed with the older weights"
     await old.until(lambda: (old.acks[-1].epoch, old.acks[-1].source) == (5, "/models/5"))
 
 
@@ -554,7 +554,7 @@ async def test_a_plain_engine_does_not_update_its_weights(stage) -> None:
         plain.setsockopt(zmq.IDENTITY, b"mp-coord-0")
         plain.connect(stage.address(Role.ENGINE))
         plain.send(b"")
-        await stage.until(lambda: len(stage.coordinators[-1].engines) == 2)
+        await stage.until(lambda: len(stage.coordinators[-1].core.engines) == 2)
         link = await stage.admin()
         ack = await link.control(H.UPDATE_WEIGHTS, source="/models/2", epoch=2)
         assert ack.evicted == ["mp-coord-0"]

@@ -10,8 +10,8 @@ from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.build import LoadedEngine, build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
@@ -98,7 +98,7 @@ async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) 
             2,
         )
         assert reply["status"] == "COMPLETED"
-    assert served.coordinator.counters.evicted_blocks > 0
+    assert served.coordinator.core.counters.evicted_blocks > 0
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 16
     await served.client.set_generation_epoch(5)
     assert (await served.generate([14] * 18, 2))["num_cached_tokens"] == 0

@@ -14,8 +14,8 @@ from scripted_engine import ScriptedEngine
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
@@ -289,8 +289,8 @@ async def test_a_key_with_300_long_requests_leaves_room_for_another(start_stack:
     await eventually(is_full, what="all requests of the first key are there")
     replies = await asyncio.gather(*(post("other", prompt=[number], max_tokens=5) for number in range(3, 9)))
     assert [reply.status_code for reply in replies] == [200] * 6
-    assert stack.coordinator.counters.completed == 6, "no request of the first key had to end before"
+    assert stack.coordinator.core.counters.completed == 6, "no request of the first key had to end before"
     assert not greedy.done()
-    assert stack.coordinator.counters.moved >= 4
+    assert stack.coordinator.core.counters.moved >= 4
     greedy.cancel()
     await asyncio.gather(greedy, return_exceptions=True)

@@ -1,92 +1,100 @@
-"""The coordinator: its parts put together, what arrives given to the right one, and its life from bind to close."""
+"""The coordinator as a deterministic state machine: an event comes in, effects come out.
+
+Events are the methods of CoordinatorCore that begin with the time of the event. After each, the shell performs
+`context.effects` and empties the list. No socket, clock, event loop or source of random numbers is used here.
+"""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
-import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeAlias
 
-from megatron_runtime.coordinator.core.client_side import ClientSide, Tokenizer
-from megatron_runtime.coordinator.core.clients import OUTBOX_MESSAGES, ClientRegistry
-from megatron_runtime.coordinator.core.clock import Clock
-from megatron_runtime.coordinator.core.counters import Counters
-from megatron_runtime.coordinator.core.dispatching import Dispatcher
-from megatron_runtime.coordinator.core.engine_side import EngineSide
-from megatron_runtime.coordinator.core.engines import EngineRegistry
-from megatron_runtime.coordinator.core.records import Client, CrashEvidence, Engine
-from megatron_runtime.coordinator.core.recovery import Recovery
-from megatron_runtime.coordinator.core.registration import Registration
+from megatron_runtime.coordinator.core import plain_protocol
+from megatron_runtime.coordinator.core.context import COORDINATOR, SHARED_PORT, Context, PeerId
+from megatron_runtime.coordinator.core.dispatch import RETRY_AFTER_SECONDS, Dispatcher
+from megatron_runtime.coordinator.core.membership import Access, Membership
+from megatron_runtime.coordinator.core.records import Client, Counters, CrashEvidence, Engine
+from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
 from megatron_runtime.coordinator.core.replies import Replies
 from megatron_runtime.coordinator.core.routing import Router
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.core.verbs import Verbs
-from megatron_runtime.coordinator.health import Health
-from megatron_runtime.coordinator.key_rotation import KeyRotation
-from megatron_runtime.coordinator.transport import (
-    SHARED_PORT,
-    OnGone,
-    OnMessage,
-    PeerId,
-    Transport,
-)
+from megatron_runtime.coordinator.core.verbs import Change, Evict, Verbs
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
-from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.lifecycle import CoordinatorState
 from megatron_runtime.protocol.messages import (
     CONTROL,
+    ENGINE_FAILED,
+    PARAMETERS,
     PLAIN,
+    Abort,
+    Control,
+    ControlAck,
+    Disconnect,
+    Dispatch,
     Error,
+    EvictedBlocks,
+    Final,
     Frames,
     Heartbeat,
     Hello,
-    KeyReport,
     MalformedMessageError,
     Message,
+    Partial,
     Plain,
+    Status,
     StatusReply,
+    Submit,
+    block_hashes_from_bytes,
     decode,
+    pack,
+    tokens_to_bytes,
 )
-
-__all__ = ["Coordinator", "Tokenizer"]
 
 logger = logging.getLogger(__name__)
 
+MAX_TEXT_CHARACTERS = 512 * 1024
+"""Limit of a prompt that is sent as text: all other clients wait while it is tokenized."""
 
-class Coordinator:
-    """Everything runs on one event loop; no handler blocks or awaits.
+_ADMIN = Role.ADMIN  # see registries.py
+_ADMIN_MESSAGES = frozenset({Heartbeat, Control, Status, Disconnect})
 
-    on_bound:  called with the address of each role once the sockets are bound.
-    clock:     the running loop's by default.
-    transport: makes the sockets.
+
+class Tokenizer(Protocol):
+    """Tokenizes text prompts. With `detokenize(tokens)` too, plain clients get the text of their answers."""
+
+    def tokenize(self, text: str) -> list[int]: ...
+
+
+Handler: TypeAlias = Callable[[Any, Any, Frames], None]
+
+
+class CoordinatorCore:
+    """Owns the parts of the coordinator and routes each event to the right one.
+
+    now:      time of creation, seconds on the clock that all events use.
+    randbits: returns an integer of that many random bits.
+    access:   what the shell knows of keys.
     """
 
     def __init__(
         self,
         settings: CoordinatorSettings,
         *,
+        now: float,
+        randbits: Callable[[int], int],
         tokenizer: Tokenizer | None = None,
-        on_bound: Callable[[dict[Role, str]], None] | None = None,
-        clock: Clock | None = None,
-        transport: Callable[[CoordinatorSettings, OnMessage, OnGone], Transport] = Transport,
+        access: Access | None = None,
     ) -> None:
         self.settings = settings
-        self.incarnation = random.SystemRandom().getrandbits(64)
+        self.tokenizer = tokenizer
+        self.context = context = Context(now=now, randbits=randbits)
+        self.incarnation = randbits(64)
         self.counters = Counters()
         self.engines = EngineRegistry()
-        self.transport = transport(settings, self.receive, self.gone)
-        self.ended = asyncio.Event()
-        self.registered = asyncio.Event()
-        """Set at each registration of an engine; who waits for one clears it."""
-        self._idle = asyncio.Event()
-        self._on_bound = on_bound
-        self.clock: Clock = clock if clock is not None else asyncio.get_running_loop()
-        self.send = self.transport.send
-        self._build(tokenizer)
-
-    def _build(self, tokenizer: Tokenizer | None) -> None:
-        settings, clock = self.settings, self.clock
-        self.clients = ClientRegistry(self.send, clock.time)
+        self.clients = ClientRegistry(context)
         self.router = Router(
             settings.routing_policy,
             alpha=settings.alpha,
@@ -95,203 +103,153 @@ class Coordinator:
             record=settings.schedule_output_path is not None,
         )
         self.verbs = Verbs(
+            context,
             self.engines,
-            send=self.send,
-            answer=lambda client, ack, control: self.client_side.answer_control(client, ack, control),
-            surroundings=self,
+            self.clients,
+            incarnation=self.incarnation,
+            heartbeat_seconds=settings.timing.heartbeat,
             state=CoordinatorState.RECOVERING if settings.timing.recovery > 0 else CoordinatorState.RUNNING,
-            clock=clock,
         )
         self.dispatcher = Dispatcher(
             settings,
+            context,
             engines=self.engines,
             clients=self.clients,
             router=self.router,
+            verbs=self.verbs,
             counters=self.counters,
-            send=self.send,
-            clock=clock,
-            may_dispatch=lambda: self.verbs.may_dispatch,
-            on_lost=self._lose_unreachable,
-            on_change=self._changed,
         )
-        self.replies = Replies(
-            self.dispatcher, self.clients, self.counters, detokenizer=getattr(tokenizer, "detokenize", None)
-        )
-        self.recovery = Recovery(self.verbs, settings.timing, clock=clock, on_known=self._recovered)
-        self.registration = Registration(
+        detokenize = getattr(tokenizer, "detokenize", None)
+        self.replies = Replies(context, self.dispatcher, self.clients, self.counters, detokenize=detokenize)
+        self.access = access if access is not None else Access()
+        self.membership = Membership(
+            settings,
+            context,
             incarnation=self.incarnation,
             engines=self.engines,
             clients=self.clients,
-            verbs=self.verbs,
-            recovery=self.recovery,
-            heartbeat_seconds=settings.timing.heartbeat,
-            max_clients=settings.max_clients,
-            now=clock.time,
-            sender_key=self.transport.sender_key,
-            surroundings=self,
-        )
-        self.health = Health(
-            settings.timing, engines=self.engines, clients=self.clients, send=self.send, surroundings=self, clock=clock
-        )
-        self.key_rotation = KeyRotation(
-            self.transport, self.engines, self.clients, clock=clock, every=settings.timing.key_check, surroundings=self
-        )
-        self.client_side = ClientSide(
-            clients=self.clients,
-            engines=self.engines,
-            dispatcher=self.dispatcher,
-            verbs=self.verbs,
-            registration=self.registration,
-            counters=self.counters,
-            tokenizer=tokenizer,
-            rejects_when_held=settings.pause_mode == "Reject",
-            surroundings=self,
-        )
-        self.engine_side = EngineSide(
-            dispatcher=self.dispatcher,
-            replies=self.replies,
             router=self.router,
             verbs=self.verbs,
-            registration=self.registration,
+            dispatcher=self.dispatcher,
+            replies=self.replies,
             counters=self.counters,
-            send=self.send,
-            clock=clock,
-            heartbeat_seconds=settings.timing.heartbeat,
-            surroundings=self,
+            access=self.access,
         )
+        self._of_clients: dict[type[Any], Handler] = {
+            Submit: self._submit,
+            Abort: self._abort,
+            Heartbeat: lambda *_: None,
+            Control: self._control,
+            Status: lambda client, *_: self.clients.send(client, self.status().to_frames()),
+            Disconnect: lambda client, message, _: self.membership.lose_client(client, message.reason or "it left"),
+            Plain: self._plain_of_client,
+        }
+        self._of_engines: dict[type[Any], Handler] = {
+            Partial: self.replies.partial,
+            Final: self.replies.final,
+            EvictedBlocks: self._evicted_blocks,
+            Heartbeat: lambda engine, message, _: self.membership.engine_heartbeat(engine, message),
+            ControlAck: self._acknowledged,
+            Disconnect: self._engine_leaves,
+            Error: lambda engine, message, _: logger.warning("engine %s: %s", engine.name, message.message),
+            Plain: self._plain_of_engine,
+        }
 
-    # --- life ---------------------------------------------------------------------------------------------------
+    # --- events -------------------------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Bind and serve. Raises BindError."""
-        self.transport.start()
-        self.recovery.start()
-        self.health.start()
-        if self.settings.keys_dir is not None:
-            self.key_rotation.start()
-        if self._on_bound is not None:
-            self._on_bound(self.transport.addresses)
+    def start(self, now: float) -> None:
+        """Begin recovery and heartbeats."""
+        self.context.now = now
+        self.membership.start()
 
-    def stop(self) -> None:
-        """End at once. Open requests are their clients' to submit again. Idempotent."""
-        self.ended.set()
-        self.health.stop()
-        self.recovery.stop()
-        self.key_rotation.stop()
-        for entry in self.dispatcher.journal:
-            self.dispatcher.forget(entry)
-        self.dispatcher.deadlines.stop()
-        self.dispatcher.quarantine.stop()
-        self.transport.stop()
-        if self.settings.schedule_output_path is not None:
-            self.router.write_decisions(self.settings.schedule_output_path)
-
-    async def drain(self, *, seconds: float) -> None:
-        """Return when nothing is open, or when the time is up."""
-        self._idle.clear()
-        self._changed()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), seconds)
-
-    async def wait_for_engines(self, number: int) -> None:
-        while len(self.engines.serving()) < number:
-            self.registered.clear()
-            await self.registered.wait()
-
-    def check_integrity(self) -> None:
-        """What must hold whenever the loop is idle."""
-        self.dispatcher.check_integrity()
-        self.clients.check_integrity()
-        self.engines.check_integrity()
-
-    # --- receiving ----------------------------------------------------------------------------------------------
-
-    def receive(self, peer: PeerId, frames: Frames) -> None:
-        """A message arrived. Nothing that anyone sends raises here."""
+    def received(self, now: float, peer: PeerId, frames: Frames) -> None:
+        """A message arrived. No message that a peer can send raises an exception here."""
+        self.context.now = now
         try:
             self._handle(peer, decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL), frames)
         except MalformedMessageError as error:
-            self.reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
+            self._reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
+        self._settle()
 
-    def gone(self, peer: PeerId, by_peer: bool) -> None:
-        """A connection ended. An engine of ours that lives comes back on another and registers anew.
+    def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
+        """A connection ended. by_peer: the other side ended it, as the system does when a process ends."""
+        self.context.now = now
+        self.membership.connection_lost(peer, by_peer=by_peer)
+        self._settle()
 
-        A plain one would not: it is kept until something for it cannot be sent, unless it runs a suspect alone, when
-        nothing else is sent to it. A client gets its time to come back.
+    def not_sent(self, refused: Sequence[tuple[PeerId, Frames, bool]], attempted: Counter[PeerId]) -> None:
+        """Part of the effects of the last event was not accepted by the connections.
 
-        by_peer: the other side ended it, as the system does when a process ends.
+        refused:   peer, frames, and whether there is no such connection any more; in the order of the effects.
+        attempted: number of messages of that event, accepted or not, by peer.
         """
-        engine = self.engines.at(peer)
-        if engine is None:
-            return
-        engine.was_cut = by_peer
-        if not engine.plain or engine.reserved:
-            self.lose_engine(engine, "its connection ended", CrashEvidence.CUT if by_peer else CrashEvidence.NONE)
+        counts = Counter(peer for peer, _, _ in refused)
+        unreachable: dict[PeerId, Engine] = {}
+        for peer, frames, is_gone in reversed(refused):
+            engine, client = self.engines.at(peer), self.clients.at(peer)
+            if client is not None:
+                is_stuck = counts[peer] == attempted[peer]
+                self.replies.not_sent(client, frames, is_gone=is_gone, is_stuck=is_stuck)
+            elif engine is not None:
+                self._not_sent_to_engine(engine, frames)
+                if is_gone:
+                    unreachable[peer] = engine
+        for engine in unreachable.values():
+            self.membership.lose_unreachable(engine)
+        self._settle()
 
-    def _lose_unreachable(self, engine: Engine, reason: str) -> None:
-        """A plain engine whose end had no consequence before."""
-        self.lose_engine(engine, reason, CrashEvidence.CERTAIN if engine.was_cut else CrashEvidence.NONE)
+    def _not_sent_to_engine(self, engine: Engine, frames: Frames) -> None:
+        match decode(frames, plain=PARAMETERS):
+            case Dispatch(dispatch_id=dispatch_id) | Plain(items=[Header.SUBMIT_REQUEST, dispatch_id, *_]):
+                engine.full = True
+                self.dispatcher.not_dispatched(engine, dispatch_id)
 
-    def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        if type(message) is Hello:
-            self._hello(peer, message)
-            return
-        engine = self.engines.at(peer)
-        if engine is not None:
-            engine.heard = self.clock.time()
-            self.engine_side.handle(engine, message, frames)
-            return
-        client = self.clients.at(peer)
-        if client is not None:
-            client.heard = self.clock.time()
-            self.client_side.handle(client, message, frames)
-            return
-        self._stranger(peer, message, frames)
+    def run_timers(self, now: float) -> None:
+        """`context.next_timer` is due."""
+        self.context.now = now
+        while (callback := self.context.pop_due_timer()) is not None:
+            callback()
+            self.dispatcher.carry_out_decisions()
+            self._settle()
 
-    def _hello(self, peer: PeerId, message: Hello) -> None:
-        if self.transport.admits(peer, self.transport.sender_key(peer)):
-            self.registration.hello(peer, message)
-            self.registered.set()
-        else:
-            # Admitted once, with a key that has been revoked since.
-            self.refuse(peer, ErrorCode.WRONG_ROLE, "the key of this connection is no longer admitted")
-            self.transport.cut(peer)
+    def keys_changed(self, now: float) -> None:
+        """`access` admits other keys than before."""
+        self.context.now = now
+        self.membership.keys_changed()
+        self._settle()
 
-    def _stranger(self, peer: PeerId, message: Message, frames: Frames) -> None:
-        shared = peer[0] == SHARED_PORT
-        if shared and isinstance(message, Plain) and not message.items and len(frames) == 1:
-            self.registration.plain_engine(peer)
-            self.registered.set()
-        elif shared and isinstance(message, Plain) and message.items and message.items[0] == Header.CONNECT:
-            self.registration.plain_client(peer)
-        elif not self.engine_side.late(peer, message, frames):
-            if shared or peer[0] == Role.ENGINE:
-                self.recovery.heard_of(peer)
-            self.reject(peer, "unknown_peer", ErrorCode.UNKNOWN_PEER, "say HELLO")
+    def remove_engine(self, now: float, engine: Engine, reason: str) -> None:
+        self.context.now = now
+        self.membership.lose_engine(engine, reason)
+        self._settle()
 
-    def reject(self, peer: PeerId, reason: str, code: ErrorCode, message: str) -> None:
-        """Count a frame that is dropped, and say so to its sender, unless it speaks the plain protocol."""
-        self.counters.rejected[reason] += 1
-        client = self.clients.at(peer)
-        engine = self.engines.at(peer)
-        if (client is None or not client.plain) and (engine is None or not engine.plain):
-            self._send_error(peer, code, message)
+    def _settle(self) -> None:
+        """Do what the event left to do, until nothing is left."""
+        verbs, dispatcher = self.verbs, self.dispatcher
+        while True:
+            if verbs.consequences:
+                self._apply(verbs.consequences.popleft())
+            elif dispatcher.needs_pump:
+                dispatcher.pump()
+            elif verbs.current is None or not verbs.check_drained():
+                return
 
-    def reject_role(self, peer: PeerId, message: Message) -> None:
-        self.reject(peer, "wrong_role", ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
+    def _apply(self, consequence: Evict | Change) -> None:
+        self.dispatcher.needs_pump = True
+        if isinstance(consequence, Evict):
+            self.membership.lose_engine(consequence.engine, consequence.reason)
+        elif consequence is Change.WEIGHTS:
+            self.router.forget_all()
+        elif consequence is Change.STOPPED:
+            self.engines.stopped = True
+            for entry in self.dispatcher.journal:
+                message = "the engines were stopped"
+                self.dispatcher.fail(entry, ErrorCode.UNAVAILABLE, message, retry_after=RETRY_AFTER_SECONDS)
 
-    def refuse(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        """Answer a HELLO with ERROR."""
-        self.counters.rejected[code.name.lower()] += 1
-        self._send_error(peer, code, message)
-
-    def _send_error(self, peer: PeerId, code: ErrorCode, message: str) -> None:
-        self.send(peer, Error(code=code, message=message[:1000], incarnation=self.incarnation).to_frames())
-
-    # --- what the parts ask of each other -----------------------------------------------------------------------
+    # --- reports ------------------------------------------------------------------------------------------------
 
     def status(self) -> StatusReply:
-        now = self.clock.time()
+        peers = (*self.engines, *self.clients)
         return StatusReply(
             incarnation=self.incarnation,
             state=self.verbs.state,
@@ -299,90 +257,219 @@ class Coordinator:
             fence=self.verbs.fence,
             queued=self.dispatcher.waiting,
             in_flight=self.engines.in_flight(),
-            engines=[engine.describe(now) for engine in self.engines],
+            engines=[engine.describe(self.context.now) for engine in self.engines],
             operations=self.verbs.operations(),
-            rejected_frames=self.rejected_frames,
+            rejected_frames=self.counters.rejected_frames + self.access.rejected(),
             drained_all=self.verbs.drained_all,
-            keys=self._key_report(),
+            keys=self.access.report({peer.key for peer in peers if peer.key}),
             failed_requests=list(self.dispatcher.quarantine.failures) or None,
         )
 
-    def _key_report(self) -> KeyReport | None:
-        peers = (*self.engines, *self.clients)
-        return self.transport.key_report({peer.key for peer in peers if peer.key})
+    def check_integrity(self) -> None:
+        """Assert what must hold between events."""
+        self.dispatcher.check_integrity()
+        self.clients.check_integrity()
+        self.engines.check_integrity()
 
-    @property
-    def rejected_frames(self) -> int:
-        """Frames dropped and connections refused."""
-        gatekeeper = self.transport.gatekeeper
-        return self.counters.rejected_frames + (gatekeeper.refused if gatekeeper is not None else 0)
+    # --- messages -----------------------------------------------------------------------------------------------
 
-    def heartbeat_frames(self) -> Frames:
-        return Heartbeat(incarnation=self.incarnation, state=self.verbs.state).to_frames()
-
-    def relieve(self, engine: Engine) -> None:
-        self.dispatcher.relieve(engine)
-
-    def lose_engine(self, engine: Engine, reason: str, crash: CrashEvidence = CrashEvidence.NONE) -> None:
-        """Remove an engine; what it had in flight goes elsewhere.
-
-        crash: whether its end may be due to what it ran. An engine that ran nothing, that was to leave, or that was
-               carrying out a verb may have ended for that reason instead: its end counts against no request.
-        """
-        if not self.engines.is_registered(engine):
+    def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
+        if type(message) is Hello:
+            self.membership.hello(peer, message)
             return
-        logger.warning("engine %s removed: %s; %d requests in flight", engine.name, reason, len(engine.in_flight))
-        self.counters.engines_lost += 1
-        ran = engine.serving and engine.state is EngineState.RUNNING and not engine.draining
-        self.engines.remove(engine)
-        if crash is not CrashEvidence.NONE and ran and not self.verbs.waits_for(engine):
-            self.dispatcher.quarantine.crashed(engine, certain=crash is CrashEvidence.CERTAIN)
-        self.router.forget(engine)
-        self.dispatcher.release(engine)
-        self.verbs.engine_lost(engine, reason)
-        self.dispatcher.pump()
+        engine = self.engines.at(peer)
+        if engine is not None:
+            engine.heard = self.context.now
+            handler = self._of_engines.get(type(message))
+            if handler is None:
+                self._reject_role(peer, message)
+            else:
+                handler(engine, message, frames)
+            return
+        client = self.clients.at(peer)
+        if client is None:
+            self._unregistered(peer, message, frames)
+            return
+        client.heard = self.context.now
+        handler = self._of_clients.get(type(message))
+        if handler is None or (client.role is _ADMIN and not _is_for_admins(message)):
+            self._reject_role(peer, message)
+        else:
+            handler(client, message, frames)
 
-    def evict(self, engine: Engine, reason: str) -> None:
-        self.lose_engine(engine, reason)
+    def _unregistered(self, peer: PeerId, message: Message, frames: Frames) -> None:
+        shared = peer[0] == SHARED_PORT
+        if shared and isinstance(message, Plain) and not message.items and len(frames) == 1:
+            self.membership.plain_engine(peer)
+        elif shared and isinstance(message, Plain) and message.items and message.items[0] == Header.CONNECT:
+            self.membership.plain_client(peer)
+        elif not self._late(peer, message, frames):
+            if shared or peer[0] == Role.ENGINE:
+                self.membership.recovery.heard_of(peer)
+            self._reject(peer, "unknown_peer", ErrorCode.UNKNOWN_PEER, "say HELLO")
 
-    def engine_is_back(self, name: str, *, has_outlived: bool) -> None:
-        self.dispatcher.quarantine.back(name, has_outlived=has_outlived)
+    def _late(self, peer: PeerId, message: Message, frames: Frames) -> bool:
+        """A message of an engine that was removed. True if it was the answer to an open request."""
+        if isinstance(message, Final):
+            return self.replies.late_final(peer, message, frames)
+        if isinstance(message, Plain) and message.items and message.items[0] == Header.ENGINE_REPLY:
+            return any([self._late_output(peer, output) for output in plain_protocol.read_outputs(message.items)])
+        return False
 
-    def lose_client(self, client: Client, reason: str) -> None:
-        logger.info("client %s removed: %s; %d requests aborted", client.name, reason, len(client.open))
-        self.clients.remove(client)
-        self.dispatcher.abort_all(client)
+    def _late_output(self, peer: PeerId, output: plain_protocol.PlainOutput) -> bool:
+        former = self.dispatcher.former(output.dispatch_id, peer)
+        if former is None:
+            return False
+        before = bytes(former.entry.generated[: former.generated_bytes])
+        final = plain_protocol.as_final(output, former.entry.uid, generated_before=before)
+        return self.replies.late_final(peer, final, final.to_frames())
 
-    def catch_up(self, client: Client) -> None:
-        self.replies.catch_up(client)
-        if len(client.outbox) > OUTBOX_MESSAGES:
-            self.lose_client(client, f"{len(client.outbox)} answers wait for it")
+    def _reject(self, peer: PeerId, reason: str, code: ErrorCode, message: str) -> None:
+        """Count a frame that is dropped, and send its sender an error, unless it speaks the plain protocol."""
+        self.counters.rejected[reason] += 1
+        registered = self.clients.at(peer) or self.engines.at(peer)
+        if registered is None or not registered.plain:
+            error = Error(code=code, message=message[:1000], incarnation=self.incarnation)
+            self.context.send(peer, error.to_frames())
 
-    def welcome(self, engine: Engine) -> None:
-        self.registration.welcome(engine)
+    def _reject_role(self, peer: PeerId, message: Message) -> None:
+        self._reject(peer, "wrong_role", ErrorCode.WRONG_ROLE, f"{type(message).__name__} is not for your role")
 
-    def stop_requests(self) -> None:
-        self.engines.stopped = True
-        self.dispatcher.fail_all(self.dispatcher.journal, ErrorCode.UNAVAILABLE, "the engines were stopped")
+    # --- messages of clients ------------------------------------------------------------------------------------
 
-    def weights_changed(self) -> None:
-        self.router.forget_all()
+    def _submit(self, client: Client, message: Submit, _: Frames) -> None:
+        if message.meta.text:
+            try:
+                prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
+            except MalformedMessageError as error:
+                self.counters.refused += 1
+                rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
+                self.clients.send(client, rejection.to_frames(), answers=message.uid)
+                return
+            message = message._replace(meta=message.meta._replace(text=False), prompt=prompt)
+        self._admit(client, message)
 
-    def shut_down(self) -> None:
-        logger.info("told to shut down")
-        self.ended.set()
+    def _admit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
+        rejects = self.engines.stopped or (self.settings.pause_mode == "Reject" and self.verbs.holds)
+        if rejects and self.dispatcher.journal.get(message.uid) is None:
+            self._reject_held(client, message.uid, plain_id)
+            return
+        self.dispatcher.submit(client, message, plain_id=plain_id)
+        if client.blocked:
+            self.membership.catch_up(client)
 
-    def pump(self) -> None:
-        self.dispatcher.pump()
+    def _reject_held(self, client: Client, uid: bytes, plain_id: int | None) -> None:
+        self.counters.refused += 1
+        state = "stopped" if self.engines.stopped else self.verbs.state.value.lower()
+        text = f"the engines are {state}: try again later"
+        if plain_id is not None:
+            self.clients.send(client, plain_protocol.failed_reply(plain_id, ErrorCode.UNAVAILABLE, text))
+            return
+        error = Error(code=ErrorCode.UNAVAILABLE, message=text, uid=uid, retry_after_seconds=RETRY_AFTER_SECONDS)
+        self.clients.send(client, error.to_frames(), answers=uid)
 
-    def _changed(self) -> None:
-        if self.verbs.current is not None:
-            self.verbs.check_drained()
-        if not self.dispatcher.journal:
-            self._idle.set()
+    def _tokenize(self, text: str) -> list[int]:
+        if self.tokenizer is None:
+            raise MalformedMessageError("the prompt is text and this coordinator has no tokenizer: send token ids")
+        if len(text) > MAX_TEXT_CHARACTERS:
+            raise MalformedMessageError(
+                f"the prompt is a text of {len(text)} characters: at most {MAX_TEXT_CHARACTERS} are tokenized here, so "
+                "send token ids"
+            )
+        try:
+            return list(self.tokenizer.tokenize(text))
+        except BaseException as error:  # a panic of the tokenizers library is no Exception
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            logger.warning("a prompt of %d characters cannot be tokenized: %r", len(text), error)
+            raise MalformedMessageError(f"the prompt cannot be tokenized: {error}; send token ids") from error
 
-    def _recovered(self) -> None:
-        self.weights_changed()
-        for engine in self.engines:
-            self.welcome(engine)
-        self.dispatcher.pump()
+    def _abort(self, client: Client, message: Abort, _: Frames) -> None:
+        uid = client.plain_ids.get(message.id) if isinstance(message.id, int) else message.id
+        entry = client.open.get(uid) if uid is not None else None
+        if entry is not None:
+            self.dispatcher.abort([entry])
+
+    def _control(self, client: Client, message: Control, _: Frames) -> None:
+        if client.peer[0] == Role.CLIENT:
+            self._reject_role(client.peer, message)
+        elif client.peer[0] == Role.ADMIN and (message.operation_id is None or message.fence is None):
+            text = f"{message.kind.name}: operation_id and fence are required on the admin port"
+            self._reject(client.peer, "malformed", ErrorCode.MALFORMED, text)
+        else:
+            self.verbs.handle(message, client)
+
+    def _plain_of_client(self, client: Client, message: Plain, _: Frames) -> None:
+        header = message.items[0] if message.items else None
+        if header == Header.SHUTDOWN and client.peer[0] == SHARED_PORT:
+            logger.info("a client requests the shutdown")
+            self.context.close(COORDINATOR)
+        elif not client.plain or header not in (Header.CONNECT, Header.SUBMIT_REQUEST):
+            self._reject_role(client.peer, message)
+        elif header == Header.CONNECT:
+            self.membership.plain_client(client.peer)
+        else:
+            self._plain_submit(client, message.items)
+
+    def _plain_submit(self, client: Client, items: list[Any]) -> None:
+        try:
+            request = plain_protocol.read_submit(items)
+            prompt = self._tokenize(request.prompt) if isinstance(request.prompt, str) else request.prompt
+        except MalformedMessageError as error:
+            self.counters.rejected["malformed"] += 1
+            number = items[1] if len(items) > 1 and isinstance(items[1], int) else None
+            if number is not None:
+                self.clients.send(client, plain_protocol.failed_reply(number, ErrorCode.INVALID_REQUEST, str(error)))
+            return
+        randbits = self.context.randbits
+        uid = randbits(8 * limits.UID_BYTES).to_bytes(limits.UID_BYTES, "little")
+        client.plain_ids[request.id] = uid
+        meta = request.meta(default_seed=randbits(64))
+        self._admit(client, Submit(uid, meta, tokens_to_bytes(prompt), b"", pack(request.params)), plain_id=request.id)
+        if uid not in client.open:
+            client.plain_ids.pop(request.id, None)
+
+    # --- messages of engines ------------------------------------------------------------------------------------
+
+    def _engine_leaves(self, engine: Engine, message: Disconnect, _: Frames) -> None:
+        crash = CrashEvidence.CERTAIN if message.reason == ENGINE_FAILED else CrashEvidence.NONE
+        self.membership.lose_engine(engine, message.reason or "it left", crash)
+
+    def _acknowledged(self, engine: Engine, ack: ControlAck, _: Frames) -> None:
+        if not self.verbs.acknowledged(engine, ack):
+            self.counters.stale += 1
+
+    def _evicted_blocks(self, engine: Engine, message: EvictedBlocks, _: Frames) -> None:
+        if message.cleared:
+            self.router.forget(engine)
+        hashes = block_hashes_from_bytes(message.hashes)
+        self.counters.evicted_blocks += len(hashes)
+        self.router.evicted(engine, hashes)
+
+    def _plain_of_engine(self, engine: Engine, message: Plain, frames: Frames) -> None:
+        if not message.items and engine.plain and len(frames) == 1:
+            self.membership.plain_engine(engine.peer)
+            return
+        replies = (Header.ENGINE_REPLY, Header.ENGINE_REPLY_PARTIAL)
+        if not message.items or not engine.plain or message.items[0] not in replies:
+            self._reject_role(engine.peer, message)
+            return
+        for output in plain_protocol.read_outputs(message.items):
+            entry = engine.in_flight.get(output.dispatch_id)
+            if entry is None:
+                self.counters.stale += 1
+            elif output.reply is None:
+                route, offset = entry.client.route, entry.tokens_so_far
+                partial = plain_protocol.as_partial(output, entry.uid, route=route, offset=offset)
+                self.replies.partial(engine, partial, partial.to_frames())
+            else:
+                before = bytes(entry.generated[: entry.dispatched_bytes])
+                final = plain_protocol.as_final(output, entry.uid, generated_before=before)
+                self.replies.final(engine, final, final.to_frames())
+
+
+def _is_for_admins(message: Message) -> bool:
+    """Control, and the canary of one engine; requests of users come by the client port."""
+    if isinstance(message, Submit):
+        return bool(message.meta.engine)
+    return type(message) in _ADMIN_MESSAGES

@@ -1,18 +1,18 @@
-"""The three things a coordinator keeps books on, and how they refer to each other: clients, engines, open requests.
+"""Clients, engines, open requests and tenants, and how they refer to each other.
 
-Plain data. The registries beside it keep the references right: an open request is known to its client and, once
-dispatched, to its engine.
+Plain data. The registries and tables in the modules beside this one keep the references consistent: an open request
+is known to its client, to its tenant and, once dispatched, to its engine.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import Counter, OrderedDict, deque
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from typing import TypeAlias
 
-from megatron_runtime.coordinator.core.tenants import Tenant
-from megatron_runtime.coordinator.transport import PeerId
+from megatron_runtime.coordinator.core.context import PeerId
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.protocol.messages import ControlCommit, EngineStatus, Frames, Hello, RequestMeta
@@ -23,21 +23,25 @@ ENTRY_OVERHEAD_BYTES = 1024
 """Estimate of what an open request costs beside its bodies."""
 TOKEN_BYTES = 4
 
+TenantKey: TypeAlias = str | int
+"""The id that the request names, or the route number of the client that sent it."""
+
 
 @dataclass(slots=True, eq=False)
 class Client:
     """One registration of a client or an administrator.
 
-    key:       the public key that its connection was admitted with; empty without keys.
-    model:     what its requests are made for; empty: whatever engines run.
-    route:     the number by which engines group partials for it.
+    key:       public key of its connection; empty without keys.
+    model:     model that its requests are made for; empty: any.
+    route:     number by which engines group partials for it.
     open:      its open requests by uid.
-    plain_ids: uid by request number, for a plain client.
-    answered:  uids whose final answer went out on the present connection, and thus arrives; the last few thousand.
-    outbox:    messages that could not be sent yet, in order, each with the uid it answers for good. While it is not
-               empty, partials are not sent at all: the tokens wait in the journal and go out as one.
+    plain_ids: uid by request number, for a client of the plain protocol.
+    answered:  uids whose final answer was sent on the present connection; the last few thousand.
+    outbox:    messages that the connection did not accept yet, in order, each with the uid that it answers. While it
+               is not empty, no partials are sent: the tokens stay in the journal and are sent as one partial later.
     behind:    partials are owed.
-    stuck_since: when sending first failed; None while it succeeds.
+    stuck_since: since when its connection has accepted nothing; None while it accepts messages.
+    retry:     when messages were last sent again, and `stuck_since` before that.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Client:
     answered: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     behind: bool = False
     stuck_since: float | None = None
+    retry: tuple[float, float] = (-1.0, 0.0)
     reachable: bool = True
 
     @property
@@ -63,21 +68,21 @@ class Client:
 
 
 class CrashEvidence(Enum):
-    """How an engine ended, as far as it says something about the requests that it ran."""
+    """How an engine ended, as far as that says something about the requests that it ran."""
 
     NONE = auto()
-    """It left, was removed, or fell silent."""
+    """It left, was removed, or sent no heartbeats."""
     CUT = auto()
-    """Its side ended the connection without a word: its process ended, or the network between."""
+    """Its side ended the connection without a message: the process ended, or the network between."""
     CERTAIN = auto()
-    """It says that it failed, or a new process has taken its name."""
+    """It reported a failure, or a new process uses its name."""
 
 
 @dataclass(slots=True, eq=False)
 class Crash:
     """One crash of an engine, shared by the requests that were in flight.
 
-    at:     when, by the coordinator's clock.
+    at:     time of the event.
     counts: False once the crash is explained: the engine had not ended, or the request that ended it was found.
     """
 
@@ -91,20 +96,21 @@ class Engine:
     """One registration of one engine.
 
     index:     order of registration; breaks ties in routing.
-    key:       the public key that its connection was admitted with; empty without keys.
-    model:     what it runs; empty: it did not say.
-    source:    weights that an UPDATE_WEIGHTS named, as far as the engine said.
-    draining:  gets no new work until it registers anew.
-    digest:    of its weights; empty: it did not say.
-    full:      its socket's buffer was full; cleared at the next heartbeat.
-    told:      when it was last told the state to be in.
-    owed:      the last commit sent to it, until a heartbeat was heard a while later.
-    entered_during: operation under way when this engine joined: told the outcome when it ends.
+    key:       public key of its connection; empty without keys.
+    model:     model that it serves; empty: not announced.
+    source:    weights named by an UPDATE_WEIGHTS, as far as the engine reported them.
+    draining:  gets no new work until it registers again.
+    digest:    digest of its weights; empty: not reported.
+    full:      its connection accepted no more; cleared at the next heartbeat.
+    suspect:   no heartbeat came for a while.
+    welcomed:  when the state to be in was last sent to it.
+    owed:      the last commit sent to it, until a later heartbeat shows its state.
+    entered_during: operation under way when this engine joined; it is sent the outcome.
     in_flight: requests by dispatch id.
-    relieved:  requests that were taken from it because it was silent, until it is heard again.
+    relieved:  requests that were taken from it because it was suspect, until its next heartbeat.
     reserved:  it runs one suspect request alone, or empties for one: it gets no other work.
-    unsettled: it was sent an abort, and has not shown since that it runs nothing.
-    was_cut:   its connection was ended by its side; for a plain engine, which is kept until a send fails.
+    unsettled: it was sent an abort, and has not reported since that it runs nothing.
+    was_cut:   its side ended the connection; for a plain engine, which is kept until a send fails.
     """
 
     name: str
@@ -128,7 +134,7 @@ class Engine:
     draining: bool = False
     full: bool = False
     suspect: bool = False
-    told: float = 0.0
+    welcomed: float = 0.0
     owed: ControlCommit | None = None
     entered_during: str | None = None
     in_flight: dict[int, Entry] = field(default_factory=dict)
@@ -147,11 +153,11 @@ class Engine:
         )
 
     def runs(self, model: str) -> bool:
-        """Whether it may answer requests for `model`; where one of the two is not known, it may."""
+        """Whether it may answer requests for `model`; if one of the two is unknown, it may."""
         return not model or not self.model or model == self.model
 
     def learn(self, hello: Hello) -> None:
-        """Take over what the engine says about itself."""
+        """Take over what the engine announces."""
         self.serving = hello.serving
         self.epoch = hello.epoch
         self.ranks = max(1, hello.ranks)
@@ -183,22 +189,22 @@ class Engine:
 class Entry:
     """One open request.
 
-    model:      what it was made for, or what its first token came from; only that may answer. Empty: anything.
-    generated:  tokens so far, little-endian int32. What the client was sent is fixed for ever.
-    details:    what came with them (log-probs), as `(offset of the first token, the message's extras)`; unparsed.
-    forwarded:  how many of the tokens the client was sent.
-    held:       how many of them the client is known to have, by its own word.
+    model:      model that it was made for, or that its first token came from; only that may answer. Empty: any.
+    generated:  tokens so far, little-endian int32. Tokens sent to the client never change.
+    details:    log-probs that came with them, as `(offset of the first token, the message's extras)`; unparsed.
+    forwarded:  number of the tokens that the client was sent.
+    held:       number of them that the client confirmed to have.
     dispatched_bytes: length of `generated` when it was last dispatched.
     dispatch_id, engine: the current dispatch; 0 and None while it waits.
-    former:     dispatch ids of engines that are gone, whose late final is still welcome.
+    former:     dispatch ids of engines that are gone, whose late final is still accepted.
     plain_id:   the request's number at a plain client.
-    slot:       where the deadlines keep it; None while its time is not limited.
-    crashes:    crashes of engines while it was in flight there; empty again once it has been acquitted.
-    crash_position: generated tokens at the last of them; None where they are not known.
+    slot:       its slot in Deadlines; None while its time is not limited.
+    crashes:    crashes of engines while it was in flight there; empty again once it is acquitted.
+    crash_position: generated tokens at the last of them; None if unknown.
     progress:   tokens that a reserved engine reports of a request that does not stream.
-    tenant:     whose share of the engines it counts against.
-    admitted_bytes: what it took of the journal when it was admitted.
-    is_replay:  it waits because its engine was lost, and goes before others.
+    tenant:     the tenant whose share of the engines it counts against.
+    admitted_bytes: its cost in the journal when it was admitted.
+    is_replay:  it waits because its engine was lost, and is dispatched before others.
     moved_at:   when it was last taken from an engine to make room for another tenant; None: never.
     """
 
@@ -234,6 +240,135 @@ class Entry:
     def tokens_so_far(self) -> int:
         return len(self.generated) // TOKEN_BYTES
 
+    @property
+    def is_open(self) -> bool:
+        return self.client.open.get(self.uid) is self
+
     def cost(self) -> int:
         bodies = len(self.prompt) + len(self.params) + len(self.generated)
         return bodies + self.details_bytes + ENTRY_OVERHEAD_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class Tenant:
+    """A tenant with open requests.
+
+    order:     a counter, set each time the number of its requests at engines changes; the lower goes first.
+    in_flight: its requests at engines by dispatch id, the most recent last.
+    lanes:     its waiting requests that are no replays, in order, for each band of the queue.
+    num_open, open_bytes: its open requests, and their cost in the journal when they were admitted.
+    """
+
+    key: TenantKey
+    order: int
+    in_flight: dict[int, Entry] = field(default_factory=dict)
+    lanes: dict[Band, OrderedDict[bytes, Entry]] = field(default_factory=dict)
+    num_open: int = 0
+    open_bytes: int = 0
+
+    @property
+    def load(self) -> int:
+        return len(self.in_flight)
+
+    @property
+    def num_waiting(self) -> int:
+        return self.num_open - len(self.in_flight)
+
+    def last_waiting(self) -> Entry | None:
+        """The request that is last in line, of those that wait and have no tokens yet."""
+        for _, lane in sorted(self.lanes.items(), key=lambda item: item[0].priority, reverse=True):
+            last = next(reversed(lane.values()))
+            if not last.generated:
+                return last
+        return None
+
+
+class Levels:
+    """Tenants by load; those of one load in the order in which they reached it or began to wait."""
+
+    def __init__(self) -> None:
+        self._levels: dict[int, OrderedDict[Tenant, None]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._levels)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return (tenant for level in self._levels.values() for tenant in level)
+
+    def add(self, tenant: Tenant, load: int) -> None:
+        self._levels.setdefault(load, OrderedDict())[tenant] = None
+
+    def discard(self, tenant: Tenant, load: int) -> None:
+        level = self._levels.get(load)
+        if level is not None and tenant in level:
+            del level[tenant]
+            if not level:
+                del self._levels[load]
+
+    def lowest(self) -> Tenant:
+        return next(iter(self._levels[min(self._levels)]))
+
+    @property
+    def highest_load(self) -> int:
+        return max(self._levels, default=0)
+
+    def from_highest(self) -> Iterator[Tenant]:
+        for load in sorted(self._levels, reverse=True):
+            yield from self._levels[load]
+
+    def check_integrity(self, tenants: Collection[Tenant]) -> None:
+        """`tenants` are those that belong here."""
+        found = [(load, tenant) for load, level in self._levels.items() for tenant in level]
+        assert all(load == tenant.load for load, tenant in found), "a tenant is at another load than its own"
+        assert {tenant for _, tenant in found} == set(tenants), "a tenant is missing or has no request here"
+        assert all(self._levels.values()), "an empty level is kept"
+
+
+@dataclass(slots=True, eq=False)
+class Band:
+    """Waiting requests of one priority and model.
+
+    replays: requests of lost engines, in order; they are dispatched before all others.
+    tenants: tenants whose other requests wait; their lanes are in Tenant.lanes.
+    """
+
+    priority: int
+    model: str
+    replays: OrderedDict[bytes, Entry] = field(default_factory=OrderedDict)
+    tenants: Levels = field(default_factory=Levels)
+
+
+@dataclass(slots=True)
+class Counters:
+    """Event counts for metrics. Plain integers: they cost little on the request path."""
+
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Frames dropped, by reason: malformed, wrong_role, unknown_peer, unexpected."""
+    stale: int = 0
+    """Answers of engines that are not the current dispatch of their request, or not its next tokens."""
+    late: int = 0
+    """Final answers of engines that had been removed, delivered all the same."""
+    evicted_blocks: int = 0
+    """Prefix blocks that engines reported as evicted."""
+    replays: int = 0
+    """Requests dispatched again because their engine was lost."""
+    moved: int = 0
+    """Requests taken from an engine to make room for another tenant."""
+    completed: int = 0
+    refused: int = 0
+    """Requests answered with an error by the coordinator."""
+    aborted: int = 0
+    partials: int = 0
+    engines_lost: int = 0
+    engine_crashes: int = 0
+    """Engines lost by a crash while they had requests."""
+    suspects: int = 0
+    """Requests held back after a second crash, to run alone."""
+    acquitted: int = 0
+    """Suspects that ran alone past the point of the last crash."""
+    poison_requests: int = 0
+    """Requests failed because they end engines."""
+
+    @property
+    def rejected_frames(self) -> int:
+        return self.rejected.total()

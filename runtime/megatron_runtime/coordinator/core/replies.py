@@ -1,48 +1,67 @@
-"""What engines produce, on its way to clients: partials in order and once, finals, and catch-up for slow readers."""
+"""Output of engines on its way to clients: partials in order and once, finals, and catch-up for slow readers."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from megatron_runtime.coordinator.core import plain
-from megatron_runtime.coordinator.core.clients import ClientRegistry
-from megatron_runtime.coordinator.core.counters import Counters
-from megatron_runtime.coordinator.core.dispatching import Dispatcher
-from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Engine, Entry
-from megatron_runtime.coordinator.transport import PeerId
+from megatron_runtime.coordinator.core import plain_protocol
+from megatron_runtime.coordinator.core.context import Context, PeerId
+from megatron_runtime.coordinator.core.dispatch import Dispatcher
+from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Client, Counters, Engine, Entry
+from megatron_runtime.coordinator.core.registries import ClientRegistry
+from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     PLAIN,
+    Error,
     Final,
     Frames,
+    Heartbeat,
+    HelloAck,
     MalformedMessageError,
+    Message,
     Partial,
     PartialEntry,
+    Plain,
+    decode,
     pack,
     unpack,
 )
 
 logger = logging.getLogger(__name__)
 
+CATCH_UP_BYTES = 4 << 20
+"""A client that is behind is sent at most this much in one event."""
+
 _PER_TOKEN = ("log_probs", "top_n_logprobs")
 
 
 class Replies:
-    """A token reaches the journal only from the current dispatch and only as the next one, so none doubles."""
+    """A token enters the journal only from the current dispatch and only as the next one, so none is doubled."""
 
     def __init__(
-        self, dispatcher: Dispatcher, clients: ClientRegistry, counters: Counters, *, detokenizer: plain.Detokenize
+        self,
+        context: Context,
+        dispatcher: Dispatcher,
+        clients: ClientRegistry,
+        counters: Counters,
+        *,
+        detokenize: plain_protocol.Detokenize,
     ) -> None:
+        self._context = context
         self._dispatcher = dispatcher
         self._clients = clients
         self._counters = counters
-        self._detokenize = detokenizer
+        self._detokenize = detokenize
 
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
-        """Take new tokens; forward `frames` as they came where all of them are wanted by one client."""
+        """Take new tokens; forward `frames` as they came if one client wants all of them."""
         self._counters.partials += 1
+        quarantine = self._dispatcher.quarantine
         if not message.route:
-            self._dispatcher.quarantine.note_progress(engine, message)
+            if quarantine.note_progress(engine, message):
+                self._dispatcher.carry_out_decisions()
+                self._dispatcher.needs_pump = True
             return
         client = self._clients.routed(message.route)
         accepted: list[Entry] = []
@@ -65,7 +84,8 @@ class Replies:
                 entry.model = engine.model
             journal.append(entry, message.tokens[begin:position], details=extras, details_cost=share)
             accepted.append(entry)
-        if whole and client is not None and self._clients.try_send(client, frames):
+        if whole and client is not None:
+            self._context.effects.append((client.peer, frames))
             for entry in accepted:
                 entry.forwarded = entry.tokens_so_far
         else:
@@ -73,8 +93,9 @@ class Replies:
                 entry.client.behind = True
             for owner in {id(entry.client): entry.client for entry in accepted}.values():
                 self.catch_up(owner)
-        if engine.reserved:
-            self._dispatcher.quarantine.advanced(engine)
+        if engine.reserved and quarantine.advanced(engine):
+            self._dispatcher.carry_out_decisions()
+            self._dispatcher.needs_pump = True
 
     def final(self, engine: Engine, message: Final, frames: Frames) -> None:
         entry = engine.in_flight.get(message.dispatch_id)
@@ -84,9 +105,10 @@ class Replies:
             self._counters.stale += 1
 
     def late_final(self, peer: PeerId, message: Final, frames: Frames) -> bool:
-        """An engine that lost its requests, by removal or silence, answers one after all. Its answer counts where it
-        goes on from what the client was sent, and ends the request wherever it is now. False when it is nobody's, or
-        differs.
+        """An engine that lost its requests, by removal or silence, answers one after all.
+
+        The answer counts if it goes on from what the client was sent, and ends the request wherever it is now. False
+        if it belongs to no open request, or differs.
         """
         former = self._dispatcher.former(message.dispatch_id, peer)
         if former is None or former.entry.uid != message.uid:
@@ -103,28 +125,81 @@ class Replies:
     def _deliver(self, entry: Entry, message: Final, frames: Frames) -> None:
         client = entry.client
         if client.plain:
-            frames = plain.reply_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
+            frames = plain_protocol.reply_frames(entry.plain_id or 0, message, detokenize=self._detokenize)
         self._counters.completed += 1
         self._dispatcher.forget(entry)
         if not client.reachable:
-            # What went out last may have been lost with the connection, and nobody can ask for it after the final.
+            # What was sent last may have been lost with the connection, and cannot be requested after the final.
             entry.forwarded = entry.held
         if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
             self._clients.send(client, _owed(entry))
         self._clients.send(client, frames, answers=entry.uid)
-        self._dispatcher.pump()
+
+    # --- clients that read slowly -------------------------------------------------------------------------------
 
     def catch_up(self, client: Client) -> None:
-        """Send what `client` is owed, as few messages as possible. Stops without loss where the buffer is full."""
-        if not client.reachable or not self._clients.flush(client):
+        """Send what `client` is owed in as few messages as possible, up to CATCH_UP_BYTES."""
+        room = CATCH_UP_BYTES
+        if client.stuck_since is not None:
+            client.retry = self._context.now, client.stuck_since
+            client.stuck_since = None
+        while client.reachable and client.outbox and room > 0:
+            answers, frames = client.outbox.popleft()
+            self._clients.send_now(client, frames, answers=answers)
+            room -= sum(map(len, frames))
+        if not client.reachable or client.outbox:
             return
         for entry in list(client.open.values()):
             if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
-                if not self._clients.try_send(client, _owed(entry)):
+                if room <= 0:
                     client.behind = True
                     return
+                frames = _owed(entry)
+                self._clients.send_now(client, frames)
                 entry.forwarded = entry.tokens_so_far
+                room -= sum(map(len, frames))
         client.behind = False
+
+    def not_sent(self, client: Client, frames: Frames, *, is_gone: bool, is_stuck: bool) -> None:
+        """The connection did not accept these frames. Called for the last of them first.
+
+        Tokens are in the journal and are sent again from there. Other answers wait in the client's outbox.
+
+        is_gone:  there is no connection any more.
+        is_stuck: the connection accepted nothing else of this event, either.
+        """
+        if is_gone:
+            client.reachable = False
+        try:
+            message: Message | None = decode(frames, plain=PLAIN)
+        except MalformedMessageError:
+            message = None
+        if isinstance(message, Heartbeat | HelloAck):
+            return
+        if isinstance(message, Error) and message.uid is None and message.incarnation is not None:
+            return  # answers a frame that was dropped
+        if client.stuck_since is None:
+            now = self._context.now
+            retried_at, before = client.retry
+            client.stuck_since = before if is_stuck and retried_at == now else now
+        owed: list[tuple[bytes | None, int]] = []
+        if isinstance(message, Partial):
+            owed = [(entry.uid, entry.offset) for entry in message.entries]
+        elif isinstance(message, Plain) and message.items[0] == Header.ENGINE_REPLY_PARTIAL:
+            uid = client.plain_ids.get(message.items[1])
+            known = client.open.get(uid) if uid is not None else None
+            if known is not None:
+                owed = [(uid, known.forwarded - len(message.items[2]["new_tokens"]))]
+        entries = [(client.open.get(uid), offset) for uid, offset in owed if uid is not None]
+        for entry, offset in entries:
+            if entry is not None:
+                entry.forwarded = min(entry.forwarded, offset)
+                client.behind = True
+        if not any(entry for entry, _ in entries):
+            answers = getattr(message, "uid", None)
+            if answers is not None:
+                client.answered.pop(answers, None)
+            client.outbox.appendleft((answers, frames))
 
 
 def _completed(message: Final) -> bool:
@@ -141,21 +216,20 @@ def _owed(entry: Entry) -> Frames:
     tokens = bytes(entry.generated[entry.forwarded * TOKEN_BYTES :])
     details = _details_from(entry, entry.forwarded)
     if entry.plain_id is not None:
-        return plain.partial_frames(entry.plain_id, tokens, details)
+        return plain_protocol.partial_frames(entry.plain_id, tokens, details)
     item = PartialEntry(entry.uid, entry.dispatch_id, entry.forwarded, len(tokens) // TOKEN_BYTES)
     extras = pack({entry.uid: details}) if details else b""
     return Partial(entry.client.route, [item], tokens, extras).to_frames()
 
 
 def _details_from(entry: Entry, first: int) -> dict[str, Any]:
-    """What came with the tokens from number `first` on, put together."""
+    """The details of the tokens from number `first` on, merged."""
     merged: dict[str, Any] = {}
     for position, (offset, raw) in enumerate(entry.details):
         end = entry.details[position + 1][0] if position + 1 < len(entry.details) else entry.tokens_so_far
         if end <= first:
             continue
-        details = _read_details(raw, entry.uid)
-        for key, value in details.items():
+        for key, value in _read_details(raw, entry.uid).items():
             if key in _PER_TOKEN and isinstance(value, list):
                 merged.setdefault(key, []).extend(value[max(0, first - offset) :])
             elif offset >= first:

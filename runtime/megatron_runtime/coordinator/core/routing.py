@@ -1,4 +1,4 @@
-"""Which engine a request goes to."""
+"""Routing policies: the engine for a request, by load, by turn or by cached prefix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megatron_runtime.coordinator.core.records import TOKEN_BYTES, Engine
 from megatron_runtime.requests.config import RoutingPolicy
 
 MAX_KNOWN_BLOCKS = 1 << 16
-"""Blocks remembered of each engine; of the least recently routed prompt the last is forgotten first."""
+"""Blocks remembered of each engine. The last block of the least recently routed prompt is forgotten first."""
 MAX_DECISIONS = 1_000_000
 """Scheduling decisions kept for the schedule file; the first are kept."""
 
@@ -25,10 +25,10 @@ class Router:
         alpha * match + (1 - alpha) * free slots / slots
 
     where match is (the deepest block it holds + 1) / blocks of the prompt (FIRST_PREFIX_BLOCK: whether it holds the
-    first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is taken
-    to hold what it was given, until it says that it evicted it.
+    first). Ties go to the engine that was given the matching block last, then to the lowest index. An engine is
+    assumed to hold what it was given until it reports the eviction.
 
-    deterministic: engines take turns in the order of their names, whoever registered or became free first.
+    deterministic: engines alternate in the order of their names, whichever registered or became free first.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class Router:
         self._alpha = alpha
         self._by_prefix = self.policy in _PREFIX_POLICIES
         self._by_first_block = self.policy is RoutingPolicy.FIRST_PREFIX_BLOCK
-        self._in_turn = self.policy is RoutingPolicy.ROUND_ROBIN
+        self._by_turn = self.policy is RoutingPolicy.ROUND_ROBIN
         self._hash: Callable[..., list[int]] | None = None
         self._block_size = block_size_tokens
         self._held: dict[int, OrderedDict[int, int]] = {}
@@ -63,7 +63,9 @@ class Router:
         if size < 1:
             return []
         if self._hash is None:
-            from megatron_runtime.requests.hashing import frame_hashes  # NumPy: see wire/codec.py
+            from megatron_runtime.requests.hashing import (
+                frame_hashes,  # NumPy: imported when it is needed, not at start
+            )
 
             self._hash = frame_hashes
         if self._by_first_block:
@@ -72,7 +74,7 @@ class Router:
 
     def select(self, candidates: Sequence[Engine], hashes: Sequence[int]) -> Engine:
         """The engine for a request, from a non-empty sequence."""
-        if self._in_turn:
+        if self._by_turn:
             return self.next_in_turn(candidates)
         if not hashes:
             return min(candidates, key=lambda engine: (len(engine.in_flight), engine.index))
@@ -119,7 +121,7 @@ class Router:
             held.popitem(last=False)
 
     def evicted(self, engine: Engine, hashes: Iterable[int]) -> None:
-        """The engine says that it no longer holds these blocks."""
+        """The engine reports that it no longer holds these blocks."""
         held = self._held.get(engine.index)
         if held is not None:
             for block in hashes:
@@ -130,19 +132,19 @@ class Router:
         self._held.pop(engine.index, None)
 
     def forget_all(self) -> None:
-        """Other weights: what was computed with the old ones is of no use to anybody."""
+        """The weights changed: blocks that were computed with the old ones are of no use."""
         self._held.clear()
 
     def write_decisions(self, path: Path) -> None:
         path.write_text(json.dumps(self.decisions or [], indent=1) + "\n")
 
     def _matches(self, engines: Iterable[Engine], hashes: Sequence[int]) -> list[tuple[int, int]]:
-        """Of each engine: blocks of the prompt that it holds, and when it was last given the deepest of them."""
+        """Of each engine: how many blocks of the prompt it holds, and when it was last given the deepest of them."""
         first, blocks = hashes[0], len(hashes)
         found = []
         for engine in engines:
             held = self._held.get(engine.index)
-            # Blocks are chained: who does not hold the first has no use for a deeper one.
+            # Blocks are chained: without the first, a deeper one is of no use.
             if held is None or first not in held:
                 found.append((0, 0))
                 continue

@@ -1,4 +1,4 @@
-"""What a coordinator is told at start. Frozen; each part of the coordinator takes what it needs from here."""
+"""Settings of a coordinator: frozen, checked once at start."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["CoordinatorSettings", "PrefixCachingCoordinatorPolicy", "RoutingPoli
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
-    """Seconds. Tests shorten them; nobody else needs to."""
+    """Seconds. Tests shorten them; deployments use the defaults."""
 
     heartbeat: float = limits.HEARTBEAT_SECONDS
     suspect: float = limits.SUSPECT_SECONDS
@@ -23,13 +23,13 @@ class Timing:
     recovery: float = limits.RECOVERY_SECONDS
     """0 starts RUNNING at once."""
     recovery_settle: float = 1.5
-    """Engines that live are heard of within this time: they reconnect once a second and beat twice."""
+    """Live engines are heard of within this time: they reconnect once a second and send two heartbeats."""
     slow_client: float = 30.0
-    """A client whose buffer has been full for so long is dropped."""
+    """A client whose buffer has been full for this long is removed."""
     key_check: float = 2.0
-    """How often the key files are looked at."""
+    """Interval at which the key files are checked for changes."""
     connection_check: float = 5.0
-    """A connection that has been cut off, or whose machine is gone, is closed within three times as long."""
+    """A connection that was cut off, or whose host is gone, is closed within three times this long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,18 +38,18 @@ class CoordinatorSettings:
 
     listen:          address to bind.
     client_port, engine_port, admin_port: 0 picks a free port.
-    single_port:     one socket, on client_port, for all roles and for plain peers; for loopback and libraries.
+    single_port:     one socket, on client_port, for all roles and for the plain protocol; for loopback and embedding.
     health_port:     HTTP probes and metrics; None leaves them out, 0 picks a free port.
     keys_dir:        directory of server.key and the public keys of all roles; None means no encryption.
     routing_policy:  see RoutingPolicy.
     alpha:           weight of a cached prefix against free capacity, 0 to 1.
-    block_size_tokens: granularity of prefix hashes; None takes what the engines announce.
+    block_size_tokens: granularity of prefix hashes; None uses what the engines announce.
     pause_mode:      "Hold" queues requests while paused or suspended, "Reject" answers 503.
     max_queued:      requests that wait for an engine; beyond it 429.
     max_wait_seconds: the longest a request waits for an engine; then 504.
     journal_bytes:   memory for prompts and tokens of open requests; beyond it 429.
     max_clients:     clients registered at once.
-    deterministic:   engines take turns in the order of their names; nothing but the order of arrival decides.
+    deterministic:   engines alternate in the order of their names; only the order of arrival decides.
     schedule_output_path: JSON file for the scheduling decisions, written at the end.
     """
 

@@ -1,87 +1,147 @@
-"""Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time."""
+"""Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time.
+
+Where each message is legal and what it does stands in protocol/lifecycle.py.
+"""
 
 from __future__ import annotations
 
 import logging
-import uuid
-from collections import deque
-from collections.abc import Callable
-from typing import Protocol
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple, TypeAlias
 
-from megatron_runtime.coordinator.core.clock import Clock
-from megatron_runtime.coordinator.core.engines import EngineRegistry
-from megatron_runtime.coordinator.core.operations import (
-    LEGAL_STATES,
-    REQUIRED_FIELDS,
-    EndedOperations,
-    PendingOperation,
-    plain_signal,
-)
+from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Client, Engine
-from megatron_runtime.coordinator.transport import PeerId, Sent
+from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
-from megatron_runtime.protocol.lifecycle import TRANSITIONS, CoordinatorState
-from megatron_runtime.protocol.messages import Control, ControlAck, ControlCommit, EngineOutcome, Frames, Operation
+from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
+from megatron_runtime.protocol.messages import (
+    Control,
+    ControlAck,
+    ControlCommit,
+    EngineOutcome,
+    Error,
+    Frames,
+    HelloAck,
+    Operation,
+    pack,
+)
 
 logger = logging.getLogger(__name__)
 
-_RUNNING = CoordinatorState.RUNNING  # see dispatching.py
-MOST_LATER = 64
+MAX_DEFERRED = 64
 """Control messages of plain clients that wait for the operation under way."""
+REMEMBERED_OPERATIONS = 64
+
+_STEADY = frozenset(STEADY_ENGINE_STATES)
+LEGAL_STATES: dict[Header, frozenset[CoordinatorState]] = {
+    **LEGAL_SIGNALS,
+    Header.SET_GENERATION_EPOCH: _STEADY,
+    **dict.fromkeys(PROFILER, _STEADY),
+}
+"""Coordinator states in which each control message is accepted; any other message is rejected."""
+REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
+    Header.SET_GENERATION_EPOCH: ("epoch",),
+    Header.UPDATE_WEIGHTS: ("epoch", "source"),
+}
+
+_RUNNING = CoordinatorState.RUNNING  # see registries.py
 
 
-class Surroundings(Protocol):
-    """What an operation does to the rest of the coordinator."""
+class Evict(NamedTuple):
+    """Remove this engine."""
 
-    def evict(self, engine: Engine, reason: str) -> None: ...
+    engine: Engine
+    reason: str
 
-    def stop_requests(self) -> None:
-        """Answer everything open with 503."""
 
-    def welcome(self, engine: Engine) -> None:
-        """Tell an engine the state of this moment."""
+class Change(Enum):
+    CONCLUDED = auto()
+    """An operation ended: engines may have room."""
+    STOPPED = auto()
+    """The engines were stopped: everything open is answered with 503."""
+    WEIGHTS = auto()
+    """The KV cache of the engines was computed with other weights."""
 
-    def weights_changed(self) -> None:
-        """What engines were known to hold was computed with other weights."""
 
-    def pump(self) -> None: ...
+Consequence: TypeAlias = Evict | Change
+
+
+@dataclass(slots=True, eq=False)
+class PendingOperation:
+    """An operation whose acknowledgements are being collected.
+
+    clients: clients that get the answer; a second sender of the same id joins.
+    waiting: engines that have not answered.
+    failed:  engines that did not carry it out and serve on all the same; the operation has then failed.
+    """
+
+    control: Control
+    operation_id: str
+    clients: list[Client]
+    waiting: dict[str, Engine] = field(default_factory=dict)
+    signalled: list[Engine] = field(default_factory=list)
+    succeeded: list[Engine] = field(default_factory=list)
+    outcomes: dict[str, EngineOutcome] = field(default_factory=dict)
+    evicted: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    total_ranks: int = 0
+
+    def answer(
+        self, *, ok: bool, state: CoordinatorState, code: ErrorCode | None = None, error: str | None = None
+    ) -> ControlAck:
+        return ControlAck(
+            operation_id=self.operation_id,
+            ok=ok,
+            state=state,
+            ranks=sum(outcome.ranks for outcome in self.outcomes.values() if outcome.ok),
+            total_ranks=self.total_ranks,
+            engines=self.outcomes,
+            evicted=self.evicted,
+            code=int(code) if code is not None else None,
+            error=error,
+        )
 
 
 class Verbs:
     """The coordinator's state, epoch and fence, and the operations that change them.
 
-    source: the weights that the last UPDATE_WEIGHTS named; None before the first.
+    source:       weights that the last UPDATE_WEIGHTS named; None before the first.
+    drained_all:  nothing is dispatched: all engines were drained, and no UNPAUSE or STOP has come since.
+    settled:      an operation was begun in this process: engines that come later take the state from here.
+    consequences: what the other parts of the coordinator have to do, in order.
     """
 
     def __init__(
         self,
+        context: Context,
         engines: EngineRegistry,
+        clients: ClientRegistry,
         *,
-        send: Callable[[PeerId, Frames], Sent],
-        answer: Callable[[Client, ControlAck, Control], None],
-        surroundings: Surroundings,
+        incarnation: int,
+        heartbeat_seconds: float,
         state: CoordinatorState,
-        clock: Clock,
     ) -> None:
         self.state = state
         self.epoch = 0
         self.fence = 0
         self.source: str | None = None
-        self._source_revisions: set[str] = set()
         self.current: PendingOperation | None = None
         self.drained_all = False
-        """Nothing is dispatched to anyone: all engines were drained, and no UNPAUSE or STOP has come since."""
         self.settled = False
-        """An operation was begun in this process: engines that come later take the state from here."""
+        self.consequences: deque[Consequence] = deque()
+        self._context = context
         self._engines = engines
-        self._send = send
-        self._answer = answer
-        self._surroundings = surroundings
-        self._clock = clock
-        self._ended = EndedOperations()
-        self._later: deque[tuple[Control, Client]] = deque()
+        self._clients = clients
+        self._incarnation = incarnation
+        self._heartbeat_seconds = heartbeat_seconds
+        self._source_revisions: set[str] = set()
+        self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
+        self._deferred: deque[tuple[Control, Client]] = deque()
 
-    # --- what others ask ----------------------------------------------------------------------------------------
+    # --- state --------------------------------------------------------------------------------------------------
 
     @property
     def may_dispatch(self) -> bool:
@@ -98,7 +158,7 @@ class Verbs:
 
     @property
     def target_state(self) -> CoordinatorState:
-        """What an engine that joins now has to enter: the state after the operation under way."""
+        """The state that an engine that joins now has to enter: that after the operation under way."""
         if self.current is not None and self.current.control.kind in SIGNALS:
             return TRANSITIONS[self.current.control.kind].coordinator_after
         return self.state
@@ -108,10 +168,22 @@ class Verbs:
         return self.current is not None and self.current.waiting.get(engine.name) is engine
 
     def operations(self) -> list[Operation]:
-        known = self._ended.describe()
+        known = list(self._ended.values())
         if self.current is not None:
-            known.append(self.current.describe())
-        return known
+            known.append((self.current.control, self.current.answer(ok=False, state=self.state)))
+        return [
+            Operation(
+                operation_id=ack.operation_id,
+                signal=control.kind,
+                phase="Confirmed" if ack.ok else "Failed" if ack.operation_id in self._ended else "InProgress",
+                ranks=ack.ranks,
+                total_ranks=ack.total_ranks,
+                evicted=ack.evicted,
+                code=ack.code,
+                error=ack.error,
+            )
+            for control, ack in known
+        ]
 
     def see_fence(self, fence: int) -> None:
         self.fence = max(self.fence, fence)
@@ -124,42 +196,59 @@ class Verbs:
         self._source_revisions.add(revision)
 
     def source_for(self, engine: Engine) -> str | None:
-        """The weights that an engine has to hold. An engine of another revision was made for weights of its own."""
+        """The weights that an engine has to hold. An engine of another revision was made for its own weights."""
         return self.source if engine.revision in self._source_revisions else None
+
+    def welcome(self, engine: Engine) -> None:
+        """Send an engine the state to be in."""
+        engine.welcomed = self._context.now
+        ack = HelloAck(
+            incarnation=self._incarnation,
+            state=self.target_state,
+            epoch=self.epoch,
+            fence=self.fence,
+            heartbeat_seconds=self._heartbeat_seconds,
+            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
+            source=self.source_for(engine),
+        )
+        self._context.send(engine.peer, ack.to_frames())
 
     # --- a control message arrives ------------------------------------------------------------------------------
 
-    def handle(self, control: Control, asker: Client) -> None:
-        operation_id = control.operation_id or uuid.uuid4().hex
+    def handle(self, control: Control, client: Client) -> None:
+        operation_id = control.operation_id or f"{self._context.randbits(128):032x}"
         if self.current is not None and self.current.operation_id == operation_id:
-            if asker not in self.current.askers:
-                self.current.askers.append(asker)
+            if client not in self.current.clients:
+                self.current.clients.append(client)
             return
-        known = self._ended.answer_to(operation_id)
-        if known is not None:
-            self._answer(asker, known, control)
+        if operation_id in self._ended:
+            self._answer(client, self._ended[operation_id][1], control)
             return
-        if self.current is not None and asker.plain and len(self._later) < MOST_LATER:
-            # It is told nothing, so it can neither wait for the end nor try again.
-            self._later.append((control, asker))
+        if self.current is not None and client.plain and len(self._deferred) < MAX_DEFERRED:
+            # It gets no answer, so it can neither wait for the end nor try again.
+            self._deferred.append((control, client))
             return
-        refusal = self._refusal(control)
-        if refusal is not None:
-            code, message = refusal
-            self._answer(asker, self._refused(operation_id, code, message), control)
+        rejection = self._rejection(control)
+        if rejection is not None:
+            code, message = rejection
+            fence = self.fence if code is ErrorCode.STALE_FENCE else None
+            ack = ControlAck(
+                operation_id=operation_id, ok=False, state=self.state, code=int(code), error=message, fence=fence
+            )
+            self._answer(client, ack, control)
             return
         self.see_fence(control.fence or 0)
-        operation = PendingOperation(control, operation_id, [asker])
+        operation = PendingOperation(control, operation_id, [client])
         transition = TRANSITIONS.get(control.kind)
         ends_drain = self._ends_drain(control)
         if ends_drain:
             self._undrain()
         if ends_drain or (transition is not None and self.state in transition.idempotent_in):
             self._conclude(operation, ControlAck(operation_id=operation_id, ok=True, state=self.state))
-            return
-        self._start(operation)
+        else:
+            self._start(operation)
 
-    def _refusal(self, control: Control) -> tuple[ErrorCode, str] | None:
+    def _rejection(self, control: Control) -> tuple[ErrorCode, str] | None:
         """The first reason why `control` is not begun."""
         name = control.kind.name
         if control.fence is not None and control.fence < self.fence:
@@ -175,80 +264,70 @@ class Verbs:
         if self.state not in LEGAL_STATES[control.kind] and not self._ends_drain(control):
             return ErrorCode.ILLEGAL_SIGNAL, f"{name} is not legal in state {self.state.value}"
         serving = sorted(engine.name for engine in self._engines.serving())
+        have = ", ".join(serving) or "none"
         if control.expected_engines is not None and len(serving) < control.expected_engines:
-            have = ", ".join(serving) or "none"
             return ErrorCode.ENGINES_MISSING, f"{name} expects {control.expected_engines} engines; serving: {have}"
         if control.kind is Header.DRAIN and control.engine is not None and self._engines.named(control.engine) is None:
-            have = ", ".join(serving) or "none"
             return ErrorCode.INVALID_REQUEST, f"DRAIN: no engine {control.engine!r} is registered; serving: {have}"
         return None
 
     def _ends_drain(self, control: Control) -> bool:
-        """Engines run, but were all drained: UNPAUSE lets them have work again, and is nothing to them."""
-        return control.kind is Header.UNPAUSE and self.state is CoordinatorState.RUNNING and self.drained_all
+        """Engines run, but were all drained: UNPAUSE lets them have work again, and no engine is signalled."""
+        return control.kind is Header.UNPAUSE and self.state is _RUNNING and self.drained_all
 
-    def _refused(self, operation_id: str, code: ErrorCode, message: str) -> ControlAck:
-        fence = self.fence if code is ErrorCode.STALE_FENCE else None
-        return ControlAck(
-            operation_id=operation_id, ok=False, state=self.state, code=int(code), error=message, fence=fence
-        )
+    def _answer(self, client: Client, ack: ControlAck, control: Control) -> None:
+        if client.plain:
+            if not ack.ok:
+                logger.warning("%s of a plain client rejected: %s", control.kind.name, ack.error)
+        elif not ack.ok and control.operation_id is None:
+            code = ErrorCode(ack.code) if ack.code is not None else ErrorCode.ENGINE_FAILED
+            self._clients.send(client, Error(code=code, message=ack.error or "failed").to_frames())
+        else:
+            self._clients.send(client, ack.to_frames())
 
     # --- the two phases -----------------------------------------------------------------------------------------
 
     def _start(self, operation: PendingOperation) -> None:
+        control = operation.control
         self.current = operation
         self.settled = True
-        until = self._clock.time() + operation.control.timeout_seconds
-        operation.timer = self._clock.call_at(until, self._deadline, operation)
-        if operation.control.kind is Header.DRAIN:
-            self._start_drain(operation)
-            return
-        signal = operation.control.model_copy(update={"operation_id": operation.operation_id})
-        for engine in self._engines.serving():
-            operation.asked.append(engine)
-            operation.total_ranks += engine.ranks
-            if engine.plain:
-                self._start_plain(operation, engine)
-            else:
-                operation.waiting[engine.name] = engine
-        for engine in list(operation.waiting.values()):
-            if self._send(engine.peer, signal.to_frames()) is Sent.GONE:
-                self._surroundings.evict(engine, "its connection is gone")
-        self._finish_if_complete(operation)
-
-    def _start_plain(self, operation: PendingOperation, engine: Engine) -> None:
-        """A plain engine acknowledges nothing: what was sent counts as done."""
-        if operation.control.kind is Header.UPDATE_WEIGHTS:
-            operation.waiting[engine.name] = engine
-            self._fail_engine(operation, engine, "a plain engine cannot update its weights")
+        self._context.set_timer("operation", self._context.now + control.timeout_seconds, self._deadline)
+        if control.kind is Header.DRAIN:
+            engines = [engine for engine in self._engines if control.engine in (None, engine.name)]
+            self.drained_all = self.drained_all or control.engine is None
         else:
-            self._send(engine.peer, plain_signal(operation.control))
-            self._succeed(operation, engine, ranks=engine.ranks)
-
-    def _start_drain(self, operation: PendingOperation) -> None:
-        name = operation.control.engine
-        for engine in self._engines:
-            if name is None or engine.name == name:
+            engines = self._engines.serving()
+        signal = control.model_copy(update={"operation_id": operation.operation_id}).to_frames()
+        for engine in engines:
+            operation.signalled.append(engine)
+            operation.waiting[engine.name] = engine
+            operation.total_ranks += engine.ranks
+            if control.kind is Header.DRAIN:
                 engine.draining = True
-                operation.asked.append(engine)
-                operation.total_ranks += engine.ranks
-                operation.waiting[engine.name] = engine
-        if name is None:
-            self.drained_all = True
-        self.check_drained()
+            elif not engine.plain:
+                self._context.send(engine.peer, signal)
+            elif control.kind is Header.UPDATE_WEIGHTS:
+                self._fail_engine(operation, engine, "a plain engine cannot update its weights")
+            else:
+                # It acknowledges nothing: what was sent counts as done.
+                self._context.send(engine.peer, _plain_signal(control))
+                self._succeed(operation, engine, ranks=engine.ranks)
+        if not self.check_drained():
+            self._finish_if_complete(operation)
 
-    def check_drained(self) -> None:
-        """Called whenever an engine may have become idle."""
+    def check_drained(self) -> bool:
+        """If a DRAIN is under way, confirm the engines that are idle. True if that ended it."""
         operation = self.current
         if operation is None or operation.control.kind is not Header.DRAIN:
-            return
+            return False
         for engine in list(operation.waiting.values()):
             if not engine.in_flight:
                 self._succeed(operation, engine, ranks=engine.ranks)
         self._finish_if_complete(operation)
+        return self.current is not operation
 
     def acknowledged(self, engine: Engine, ack: ControlAck) -> bool:
-        """An engine answers. False when nobody waits for this answer."""
+        """An engine answers. False if no operation waits for this answer."""
         operation = self.current
         if operation is None or operation.operation_id != ack.operation_id:
             return False
@@ -262,16 +341,15 @@ class Verbs:
         return True
 
     def engine_lost(self, engine: Engine, reason: str) -> None:
-        """An engine left the registry: it is not waited for."""
+        """An engine left the registry: the operation waits for it no longer."""
         operation = self.current
-        if operation is None or operation.waiting.get(engine.name) is not engine:
-            return
-        del operation.waiting[engine.name]
-        operation.outcomes[engine.name] = EngineOutcome(ok=False, error=f"lost: {reason}")
-        self._finish_if_complete(operation)
+        if operation is not None and operation.waiting.get(engine.name) is engine:
+            del operation.waiting[engine.name]
+            operation.outcomes[engine.name] = EngineOutcome(ok=False, error=f"lost: {reason}")
+            self._finish_if_complete(operation)
 
     def _succeed(self, operation: PendingOperation, engine: Engine, *, ranks: int) -> None:
-        operation.waiting.pop(engine.name, None)
+        del operation.waiting[engine.name]
         operation.outcomes[engine.name] = EngineOutcome(ok=True, ranks=ranks)
         operation.succeeded.append(engine)
 
@@ -279,13 +357,15 @@ class Verbs:
         del operation.waiting[engine.name]
         operation.outcomes[engine.name] = EngineOutcome(ok=False, error=reason)
         if operation.control.kind in PROFILER:
-            operation.refused.append(engine.name)
-            return
-        operation.evicted.append(engine.name)
-        self._surroundings.evict(engine, reason)
+            operation.failed.append(engine.name)
+        else:
+            operation.evicted.append(engine.name)
+            self.consequences.append(Evict(engine, reason))
 
-    def _deadline(self, operation: PendingOperation) -> None:
-        operation.timer = None
+    def _deadline(self) -> None:
+        operation = self.current
+        if operation is None:
+            return
         seconds = operation.control.timeout_seconds
         if operation.control.kind is Header.DRAIN:
             busy = {name: len(engine.in_flight) for name, engine in operation.waiting.items()}
@@ -301,11 +381,11 @@ class Verbs:
     def _finish_if_complete(self, operation: PendingOperation) -> None:
         if operation.waiting or self.current is not operation:
             return
-        if operation.refused or (operation.asked and not operation.succeeded):
+        if operation.failed or (operation.signalled and not operation.succeeded):
             failures = {name: outcome.error for name, outcome in operation.outcomes.items() if not outcome.ok}
             details = "; ".join(f"{name}: {error}" for name, error in failures.items())
-            who = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
-            self._fail(operation, ErrorCode.ENGINE_FAILED, f"{who}: {details}")
+            which = "not every engine succeeded" if operation.succeeded else "no engine succeeded"
+            self._fail(operation, ErrorCode.ENGINE_FAILED, f"{which}: {details}")
         else:
             self._commit(operation)
 
@@ -323,21 +403,21 @@ class Verbs:
             self.source = None
             for engine in operation.succeeded:
                 self.see_source(operation.control.source, engine.revision)
-            self._surroundings.weights_changed()
+            self.consequences.append(Change.WEIGHTS)
         if transition is not None:
             self.state = transition.coordinator_after
         if kind in (Header.UNPAUSE, Header.STOP):
             self._undrain()
         if kind is Header.STOP:
-            self._surroundings.stop_requests()
+            self.consequences.append(Change.STOPPED)
         self._conclude(operation, operation.answer(ok=True, state=self.state))
 
     def _commit_engine(self, engine: Engine, commit: ControlCommit) -> None:
         if not self._engines.is_registered(engine):
             return
         if not engine.plain:
-            engine.told, engine.owed = self._clock.time(), commit
-            self._send(engine.peer, commit.to_frames())
+            engine.welcomed, engine.owed = self._context.now, commit
+            self._context.send(engine.peer, commit.to_frames())
         if commit.state is not None:
             engine.state = commit.state
         if commit.epoch is not None:
@@ -358,18 +438,27 @@ class Verbs:
         self._conclude(operation, operation.answer(ok=False, state=self.state, code=code, error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
-        """Remember the answer, give it, and let the others go on."""
-        if operation.timer is not None:
-            operation.timer.cancel()
+        """Remember the answer, send it, and begin the next operation."""
         if self.current is operation:
             self.current = None
-        self._ended.add(operation.control, ack)
-        for asker in operation.askers:
-            self._answer(asker, ack, operation.control)
+            self._context.cancel_timer("operation")
+        self._ended[ack.operation_id] = operation.control, ack
+        if len(self._ended) > REMEMBERED_OPERATIONS:
+            self._ended.popitem(last=False)
+        for client in operation.clients:
+            self._answer(client, ack, operation.control)
         for engine in self._engines:
             if engine.entered_during == operation.operation_id:
                 engine.entered_during = None
-                self._surroundings.welcome(engine)
-        self._surroundings.pump()
-        while self._later and self.current is None:
-            self.handle(*self._later.popleft())
+                self.welcome(engine)
+        self.consequences.append(Change.CONCLUDED)
+        while self._deferred and self.current is None:
+            self.handle(*self._deferred.popleft())
+
+
+def _plain_signal(control: Control) -> Frames:
+    """A control message of the plain protocol."""
+    items = [int(control.kind)]
+    if control.kind is Header.SET_GENERATION_EPOCH and control.epoch is not None:
+        items.append(control.epoch)
+    return [pack(items)]

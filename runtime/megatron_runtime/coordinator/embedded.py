@@ -1,16 +1,17 @@
-"""The coordinator as a class to be run in a process of one's own: `DataParallelInferenceCoordinator`, one port."""
+"""The embedded coordinator: `DataParallelInferenceCoordinator` runs in the process of its caller, on one port."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
 from collections.abc import Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import uvloop
 
-from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.context import SHARED_PORT
 from megatron_runtime.coordinator.core.records import Engine
 from megatron_runtime.coordinator.core.settings import (
     CoordinatorSettings,
@@ -18,14 +19,12 @@ from megatron_runtime.coordinator.core.settings import (
     RoutingPolicy,
     Timing,
 )
-from megatron_runtime.coordinator.transport import SHARED_PORT, Sent
+from megatron_runtime.coordinator.service import Coordinator
+from megatron_runtime.coordinator.transport import Sent
 from megatron_runtime.protocol import lifecycle
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import tokens_to_bytes
 from megatron_runtime.transport.zmtp.router import Router
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 
 class ReadyEvent(Protocol):
@@ -37,7 +36,7 @@ class ReadyEvent(Protocol):
 class DataParallelInferenceCoordinator:
     """Binds, sends its address down `pipe_connection`, waits for `data_parallel_size` engines; start() then serves.
 
-    It listens on the loopback interface only: nothing checks who connects.
+    It listens on the loopback interface only: connections are not authenticated.
 
     data_parallel_size:        engines to wait for in the constructor; 0 does not wait.
     tokenizer:                 has `tokenize(text)`, needed for clients that send text, and `detokenize(tokens)`, which
@@ -84,6 +83,7 @@ class DataParallelInferenceCoordinator:
         self.tokenizer = tokenizer
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._coordinator = self._runner.run(self._open(settings))
+        self._core = self._coordinator.core
         if pipe_connection is not None:
             pipe_connection.send(self.address)
             pipe_connection.close()
@@ -114,62 +114,62 @@ class DataParallelInferenceCoordinator:
         self._coordinator.stop()
         await self._coordinator.transport.closed()
 
-    # --- what it knows ------------------------------------------------------------------------------------------
+    # --- state -------------------------------------------------------------------------------------------------
 
     @property
     def state(self) -> lifecycle.CoordinatorState:
-        return self._coordinator.verbs.state
+        return self._core.verbs.state
 
     @property
     def router_socket(self) -> Router:
-        """The ROUTER of all communication. It belongs to the coordinator's loop: look, do not touch."""
+        """The ROUTER of all communication. It belongs to the coordinator's loop: read only."""
         return self._coordinator.transport.router(SHARED_PORT)
 
     @property
     def identities_of_data_parallel_ranks(self) -> deque[bytes]:
         """Identities of the engines that serve, in the order of their registration."""
-        return deque(engine.peer[1] for engine in self._coordinator.engines.serving())
+        return deque(engine.peer[1] for engine in self._core.engines.serving())
 
     @property
     def request_id_to_client_id(self) -> dict[int, bytes]:
-        """The identity of the client of each request that an engine has, by the id that the engine knows it by."""
-        return {number: entry.client.peer[1] for number, entry in self._coordinator.engines.dispatched()}
+        """The identity of the client of each request that an engine has, by dispatch id."""
+        return {number: entry.client.peer[1] for number, entry in self._core.engines.dispatched()}
 
     @property
     def request_id_to_client_request_id(self) -> dict[int, int | bytes]:
         """The same requests by the id that their client gave them."""
         return {
             number: entry.plain_id if entry.plain_id is not None else entry.uid
-            for number, entry in self._coordinator.engines.dispatched()
+            for number, entry in self._core.engines.dispatched()
         }
 
     @property
     def next_request_id(self) -> int:
         """The id of the next request given to an engine."""
-        return self._coordinator.dispatcher.next_dispatch_id
+        return self._core.dispatcher.next_dispatch_id
 
     # --- routing ------------------------------------------------------------------------------------------------
 
     def get_next_data_parallel_rank(self) -> bytes:
         """The identity of the next engine in turn."""
-        return self._coordinator.router.next_in_turn(self._candidates()).peer[1]
+        return self._core.router.next_in_turn(self._candidates()).peer[1]
 
     def compute_request_hashes(self, prompt: str | Sequence[int]) -> list[int]:
         """Block hashes of a prompt; none when prefix caching is off or the prompt is shorter than a block."""
         tokens = self.tokenizer.tokenize(prompt) if isinstance(prompt, str) else prompt
         frame = tokens_to_bytes(list(tokens))
-        return self._coordinator.router.hashes_of(frame, self._coordinator.engines.serving())
+        return self._core.router.hashes_of(frame, self._core.engines.serving())
 
     def get_best_data_parallel_rank(self, request_hashes: Sequence[int]) -> bytes:
         """The identity of the engine for a prompt with these block hashes."""
-        return self._coordinator.router.select(self._candidates(), request_hashes).peer[1]
+        return self._core.router.select(self._candidates(), request_hashes).peer[1]
 
     def _update_rank_hashes(self, rank_identity: bytes, request_hashes: Sequence[int]) -> None:
         """Record that an engine was given these blocks."""
-        self._coordinator.router.learn(self._engine(rank_identity), request_hashes)
+        self._core.router.learn(self._engine(rank_identity), request_hashes)
 
     def _candidates(self) -> list[Engine]:
-        candidates = self._coordinator.engines.serving()
+        candidates = self._core.engines.serving()
         if not candidates:
             raise RuntimeError("no engine is registered: start one with this coordinator's address first")
         return candidates
@@ -177,23 +177,23 @@ class DataParallelInferenceCoordinator:
     # --- engines and answers ------------------------------------------------------------------------------------
 
     def _engine(self, identity: bytes) -> Engine:
-        for engine in self._coordinator.engines:
+        for engine in self._core.engines:
             if engine.peer[1] == identity:
                 return engine
         known = list(self.identities_of_data_parallel_ranks)
         raise KeyError(f"no engine with identity {identity!r} is registered; serving: {known}")
 
     def _remove_engine(self, identity: bytes) -> None:
-        """Take an engine out of the pool; what it had in flight goes elsewhere."""
-        self._coordinator.lose_engine(self._engine(identity), "removed")
+        """Take an engine out of the pool; its requests go elsewhere."""
+        self._coordinator.remove_engine(self._engine(identity), "removed")
 
     def _send_to_engine(self, identity: bytes, payload: bytes) -> bool:
         """Send one frame to an engine. False when it cannot be reached; it is removed then."""
         engine = self._engine(identity)
-        sent = self._coordinator.send(engine.peer, [payload])
+        sent = self._coordinator.transport.send(engine.peer, [payload])
         self._coordinator.transport.flush()
         if sent is Sent.GONE:
-            self._coordinator.lose_engine(engine, "its connection is gone")
+            self._coordinator.remove_engine(engine, "its connection is gone")
         return sent is Sent.OK
 
     def detokenize(self, finished_request: dict[str, Any]) -> None:

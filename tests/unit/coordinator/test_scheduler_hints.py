@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_runtime.coordinator import short_slices
+from megatron_runtime.coordinator import scheduler_hints
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.short_slices import SLICE_NANOSECONDS, ask_for_short_slices
+from megatron_runtime.coordinator.scheduler_hints import SLICE_NANOSECONDS, request_short_slices
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 
 _ATTR = struct.Struct("=IIQiIQQQ")
@@ -47,7 +47,7 @@ def test_nothing_else_of_a_thread_changes() -> None:
 
     def ask() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        seen.append(ask_for_short_slices())
+        seen.append(request_short_slices())
         seen.append(slice_and_nice(0))
         seen.append(os.sched_getscheduler(0))
 
@@ -58,5 +58,5 @@ def test_nothing_else_of_a_thread_changes() -> None:
 
 
 def test_where_the_system_has_none_nothing_is_asked(monkeypatch) -> None:
-    monkeypatch.setattr(short_slices.sys, "platform", "darwin")
-    assert ask_for_short_slices() is False
+    monkeypatch.setattr(scheduler_hints.sys, "platform", "darwin")
+    assert request_short_slices() is False

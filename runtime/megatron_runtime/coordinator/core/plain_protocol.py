@@ -1,8 +1,7 @@
-"""The plain protocol, translated: what Megatron-Core's own clients and engines say, in terms of ours and back."""
+"""Translation between the plain protocol, which Megatron-Core's own clients and engines speak, and this runtime's."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -29,7 +28,7 @@ from megatron_runtime.protocol.messages import (
 _MAX_TOKEN = (1 << 31) - 1
 
 Detokenize: TypeAlias = Callable[[list[int]], str] | None
-"""Text of token ids, or None where the coordinator has no tokenizer that can do it."""
+"""Returns the text of token ids; None without a tokenizer that can do it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +37,10 @@ class PlainSubmit:
     prompt: str | list[int]
     params: dict[Any, Any]
 
-    def meta(self) -> RequestMeta:
+    def meta(self, *, default_seed: int) -> RequestMeta:
         seed = self.params.get("seed")
         if type(seed) is not int or not 0 <= seed < 1 << 64:
-            seed = secrets.randbits(64)
+            seed = default_seed
         priority, salt = self.params.get("priority"), self.params.get("cache_salt")
         return RequestMeta(
             streaming=bool(self.params.get("streaming")),
@@ -64,14 +63,14 @@ def read_submit(items: list[Any]) -> PlainSubmit:
 
 def _check_tokens(tokens: list[Any]) -> None:
     if not tokens or (set(map(type, tokens)) == {int} and min(tokens) >= 0 and max(tokens) <= _MAX_TOKEN):
-        return  # a list may have a million: nothing in Python runs for each
+        return  # a list may have a million tokens: no Python code runs for each
     for token in tokens:
         if type(token) is not int or not 0 <= token <= _MAX_TOKEN:
             raise MalformedMessageError(f"token {shown(token)}: want an integer from 0 to {_MAX_TOKEN}")
 
 
 def reply_frames(number: int, final: Final, *, detokenize: Detokenize) -> Frames:
-    """ENGINE_REPLY to a plain client. The text is made here, where the engine gave none."""
+    """ENGINE_REPLY to a plain client. The text is added here if the engine sent none."""
     try:
         reply = unpack(final.reply, PLAIN)
     except MalformedMessageError as error:

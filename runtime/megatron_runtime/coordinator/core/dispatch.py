@@ -1,0 +1,507 @@
+"""The life of a request at the coordinator: admitted, queued, dispatched, dispatched again, ended.
+
+An engine gets at most as many requests as it runs at once; the rest wait here, so that an engine that joins finds work
+and one that leaves has little to hand over.
+
+Tenants share the engines. A tenant's load is the number of its requests at engines. The shares are equal if no tenant
+that waits has two requests fewer at engines than another: max-min fairness. Requests are moved until then, and each
+move brings the loads of two tenants closer, so no request is moved back and forth. While one tenant alone has requests,
+nothing is moved.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from megatron_runtime.coordinator.core import plain_protocol
+from megatron_runtime.coordinator.core.context import Context, PeerId
+from megatron_runtime.coordinator.core.open_requests import Deadlines, Journal, Tenants, WaitingQueue
+from megatron_runtime.coordinator.core.quarantine import Action, Quarantine
+from megatron_runtime.coordinator.core.records import Client, Counters, Engine, Entry
+from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
+from megatron_runtime.coordinator.core.routing import Router
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+from megatron_runtime.coordinator.core.verbs import Verbs
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import (
+    Abort,
+    Dispatch,
+    Error,
+    MalformedMessageError,
+    RequestMeta,
+    Submit,
+    dispatch_frames,
+)
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 1.0
+NO_ROUTE = 0
+"""Route of partials that the coordinator keeps to itself; those of clients begin at 1."""
+REMEMBERED_DISPATCHES = 4
+"""Former dispatches of one request whose final is still accepted."""
+MOVE_AGAIN_SECONDS = 2.0
+"""A request that made room stays at its next engine for at least this long, counted from when it made room."""
+SEARCH_AGAIN_SECONDS = 0.1
+"""After a search found no request that may make room, the next search waits for this long."""
+
+
+@dataclass(frozen=True, slots=True)
+class FormerDispatch:
+    """A dispatch to an engine that lost the request since. `generated_bytes`: tokens that the engine was given."""
+
+    peer: PeerId
+    entry: Entry
+    generated_bytes: int
+
+
+class Dispatcher:
+    """Owns the tables of open requests and the quarantine.
+
+    needs_pump: engines may have room, or requests wait: the coordinator calls pump() before the event ends.
+    """
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        context: Context,
+        *,
+        engines: EngineRegistry,
+        clients: ClientRegistry,
+        router: Router,
+        verbs: Verbs,
+        counters: Counters,
+    ) -> None:
+        self.journal = Journal(limit_bytes=settings.journal_bytes)
+        self.queue = WaitingQueue()
+        self.tenants = Tenants(is_shared=router.deterministic)
+        self.deadlines = Deadlines(context, self._expire)
+        self.quarantine = Quarantine(context, engines, counters)
+        self.needs_pump = False
+        self.next_search = 0.0
+        # Never used twice, not even by the next coordinator: an engine may still answer the one before.
+        self.next_dispatch_id = (context.randbits(28) << 24) + 1
+        self._settings = settings
+        self._context = context
+        self._engines = engines
+        self._clients = clients
+        self._router = router
+        self._verbs = verbs
+        self._counters = counters
+        self._former: dict[int, FormerDispatch] = {}
+
+    @property
+    def waiting(self) -> int:
+        """Requests without an engine."""
+        return self.queue.length + len(self.quarantine)
+
+    # --- admission ---------------------------------------------------------------------------------------------
+
+    def submit(self, client: Client, message: Submit, *, plain_id: int | None = None) -> None:
+        """Admit a request, or reject it.
+
+        A uid that is open already is the same request on another connection. A uid that was answered on this very
+        connection was sent before the client read the answer.
+        """
+        uid, meta, prompt, generated, params = message
+        if uid in client.answered:
+            return
+        known = self.journal.get(uid)
+        if known is not None:
+            self._take_over(known, client, tokens_held=len(generated) // 4)
+            return
+        now = self._context.now
+        entry = Entry(
+            uid,
+            client,
+            self.tenants.of(meta.tenant or client.route),
+            meta,
+            prompt,
+            params,
+            bytearray(generated),
+            now,
+            now + meta.deadline_ms / 1000 if meta.deadline_ms is not None else None,
+            client.model,
+            plain_id=plain_id,
+        )
+        if generated:
+            entry.forwarded = entry.held = entry.tokens_so_far
+        if self.queue.length >= self._settings.max_queued and not self._drop_for(entry, by_bytes=False):
+            self._reject_full(entry, f"{self.queue.length} requests wait for an engine already")
+            return
+        while not self.journal.add(entry):
+            if not self._drop_for(entry, by_bytes=True):
+                used = f"open requests take {self.journal.bytes} bytes of {self._settings.journal_bytes}"
+                self._reject_full(entry, used)
+                return
+        self.tenants.opened(entry)
+        client.open[uid] = entry
+        if meta.engine:
+            self._dispatch_pinned(entry)
+            return
+        if not self.queue.length and self._verbs.may_dispatch and (candidates := self._candidates()):
+            self._offer(entry, candidates)  # a request that need not wait does not pass through the queue
+            if entry.engine is not None or not entry.is_open:
+                return
+        self._enqueue(entry)
+
+    def _reject_full(self, entry: Entry, reason: str) -> None:
+        if self.journal.get(entry.uid) is entry:
+            self.forget(entry)
+        self._answer_error(entry, ErrorCode.QUEUE_FULL, f"{reason}: try again", retry_after=RETRY_AFTER_SECONDS)
+
+    def _take_over(self, entry: Entry, client: Client, *, tokens_held: int) -> None:
+        if entry.client is not client:
+            entry.client.open.pop(entry.uid, None)
+            entry.client = client
+            client.open[entry.uid] = entry
+        entry.forwarded = entry.held = min(tokens_held, entry.tokens_so_far)
+        if entry.meta.streaming and entry.forwarded < entry.tokens_so_far:
+            client.behind = True
+
+    def _dispatch_pinned(self, entry: Entry) -> None:
+        """Dispatch to the one engine that may answer, even a draining or full one; now or not at all."""
+        engine = self._engines.named(entry.meta.engine)
+        if engine is not None and engine.serving and not engine.reserved and self._verbs.may_dispatch:
+            if engine.runs(entry.model):
+                self._dispatch(entry, [engine])
+            else:
+                self._reject_model(entry, [engine])
+        if entry.engine is None and entry.is_open:
+            self._reject_pinned(entry)
+
+    def _reject_pinned(self, entry: Entry) -> None:
+        self._leave_engine(entry)
+        engine = self._engines.named(entry.meta.engine)
+        why = "is reserved for a suspect request" if engine is not None and engine.reserved else "does not serve"
+        self.fail(entry, ErrorCode.ENGINES_MISSING, f"engine {entry.meta.engine!r} {why}; only it may answer")
+
+    def _drop_for(self, entry: Entry, *, by_bytes: bool) -> bool:
+        """The queue, or by bytes the journal, is full: reject the last waiting request of the tenant that has the most.
+
+        False if that would leave this tenant with less than the one that sends `entry`, or if all its waiting requests
+        have tokens: those are not rejected.
+        """
+        heaviest = max(
+            self.tenants, key=lambda tenant: tenant.open_bytes if by_bytes else tenant.num_waiting, default=None
+        )
+        last = heaviest.last_waiting() if heaviest is not None else None
+        if heaviest is None or last is None:
+            return False
+        if by_bytes:
+            is_fair = heaviest.open_bytes - last.admitted_bytes >= entry.tenant.open_bytes + entry.cost()
+        else:
+            is_fair = heaviest.num_waiting > entry.tenant.num_waiting + 1
+        if is_fair:
+            self._reject_full(last, "the coordinator is full and other tenants have fewer requests")
+        return is_fair
+
+    # --- queue and dispatch ------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Give engines what they have room for. Suspects come before all others."""
+        self.needs_pump = False
+        if self.quarantine.active and self._verbs.may_dispatch:
+            self._dispatch_suspect()
+        while self.queue.length and self._verbs.may_dispatch:
+            candidates = self._candidates()
+            if not candidates or not any(self._offer(entry, candidates) for entry in self.queue.heads()):
+                break
+        if self.queue.length and len(self.tenants) > 1:
+            self._balance()
+
+    def _enqueue(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        self._leave_engine(entry)
+        self.queue.add(entry, first=first, moved=moved)
+        self._limit_wait(entry)
+        self.needs_pump = True
+
+    def _leave_engine(self, entry: Entry) -> None:
+        """The request has no engine any more. The caller takes it out of the engine's own table."""
+        if entry.engine is not None:
+            self.tenants.returned(entry)
+            entry.engine, entry.dispatch_id = None, 0
+
+    def _limit_wait(self, entry: Entry) -> None:
+        until = self._context.now + self._settings.max_wait_seconds
+        self.deadlines.set(entry, min(until, entry.deadline) if entry.deadline is not None else until)
+
+    def _candidates(self) -> list[Engine]:
+        return self._engines.available() if self._router.deterministic else self._engines.with_room()
+
+    def _offer(self, entry: Entry, candidates: list[Engine]) -> bool:
+        """Dispatch, or reject, the first request of a line. False if it has to wait for an engine of its model."""
+        fitting = [engine for engine in candidates if engine.runs(entry.model)] if entry.model else candidates
+        if fitting:
+            self._dispatch(entry, fitting)
+        elif any(engine.runs(entry.model) for engine in self._engines.serving()):
+            return False
+        else:
+            self._reject_model(entry, self._engines.serving())
+        return True
+
+    def _reject_model(self, entry: Entry, engines: list[Engine]) -> None:
+        models = ", ".join(sorted({engine.model for engine in engines}))
+        what = "it was begun by" if entry.generated else "it was made for"
+        message = f"the request's model changed: {what} {entry.model}, the engines run {models}"
+        self.fail(entry, ErrorCode.MODEL_CHANGED, f"{message}: submit it again")
+
+    def _dispatch(self, entry: Entry, candidates: list[Engine]) -> None:
+        if entry.hashes is None and len(candidates) > 1:
+            entry.hashes = self._hashes_of(entry, candidates)
+        engine = self._router.select(candidates, entry.hashes or ())
+        dispatch_id = self.next_dispatch_id
+        self.next_dispatch_id += 1
+        meta = entry.meta if entry.deadline is None else self._meta_now(entry, entry.deadline)
+        route = entry.client.route
+        if engine.reserved and not meta.streaming:
+            # The coordinator keeps these partials: they report the suspect's progress.
+            entry.progress = 0
+            meta, route = meta._replace(streaming=True), NO_ROUTE
+        bodies = entry.prompt, bytes(entry.generated), entry.params
+        try:
+            if engine.plain:
+                dispatch = Dispatch(dispatch_id, entry.uid, entry.client.route, meta, *bodies)
+                frames = plain_protocol.submit_frames(dispatch)
+            else:
+                frames = dispatch_frames(dispatch_id, entry.uid, route, meta, *bodies)
+        except MalformedMessageError as error:
+            self.fail(entry, ErrorCode.INVALID_REQUEST, f"sampling parameters: {error}")
+            return
+        self._context.effects.append((engine.peer, frames))
+        if self.queue.length:
+            self.queue.discard(entry)
+        entry.engine, entry.dispatch_id = engine, dispatch_id
+        self.tenants.dispatched(entry)
+        entry.dispatched_bytes = len(entry.generated)
+        engine.in_flight[dispatch_id] = entry
+        if entry.hashes is None:  # without a choice of engines, the request need not wait for them
+            entry.hashes = self._hashes_of(entry, candidates)
+        self._router.assigned(engine, entry.hashes, request=entry.uid)
+        if entry.deadline is not None or entry.slot is not None:
+            self.deadlines.set(entry, entry.deadline)
+
+    def _hashes_of(self, entry: Entry, candidates: list[Engine]) -> list[int]:
+        return self._router.hashes_of(entry.prompt, candidates, salt=entry.meta.cache_salt)
+
+    def _meta_now(self, entry: Entry, deadline: float) -> RequestMeta:
+        return entry.meta._replace(deadline_ms=max(0, int((deadline - self._context.now) * 1000)))
+
+    def not_dispatched(self, engine: Engine, dispatch_id: int) -> None:
+        """The connection of `engine` did not accept a dispatch: the request waits again where it waited before."""
+        entry = engine.in_flight.pop(dispatch_id, None)
+        if entry is None:
+            return
+        if entry.meta.engine:
+            self._reject_pinned(entry)
+        elif entry.crashes and self.quarantine.suspects(entry):
+            self._hold(entry)
+        else:
+            self._enqueue(entry, first=entry.is_replay, moved=True)
+
+    # --- shares of tenants -------------------------------------------------------------------------------------
+
+    def _balance(self) -> None:
+        """Make room for tenants that wait and have fewer requests at engines than others, until none has two fewer."""
+        now = self._context.now
+        while now >= self.next_search and self.queue.length and self._verbs.may_dispatch:
+            most = self.tenants.busy.highest_load
+            short = [entry for entry in self.queue.heads() if entry.tenant.load + 2 <= most]
+            if not short:
+                return
+            if not any(self._make_room(entry, now) for entry in short):
+                self.next_search = now + SEARCH_AGAIN_SECONDS
+
+    def _make_room(self, entry: Entry, now: float) -> bool:
+        """Give a waiting request the place of the most recent one of a tenant that has at least two more at engines.
+
+        False if no request may make room.
+        """
+        for tenant in self.tenants.busy.from_highest():
+            if tenant.load < entry.tenant.load + 2:
+                return False
+            for other in reversed(tenant.in_flight.values()):
+                engine = other.engine
+                if engine is not None and self.may_move(other, engine, entry, now):
+                    self._counters.moved += 1
+                    self._pull_back(other)
+                    other.moved_at = now
+                    self._enqueue(other, moved=True)
+                    self._dispatch(entry, [engine])
+                    return True
+        return False
+
+    @staticmethod
+    def may_move(other: Entry, engine: Engine, entry: Entry, now: float) -> bool:
+        """Whether `other`, at `engine`, may make room for `entry`."""
+        return (
+            not engine.plain
+            and engine.available()
+            and not engine.reserved
+            and engine.runs(entry.model)
+            and len(engine.in_flight) <= engine.max_requests
+            and not other.meta.engine
+            and other.meta.priority >= entry.meta.priority
+            and (other.moved_at is None or now - other.moved_at >= MOVE_AGAIN_SECONDS)
+        )
+
+    # --- engines end -------------------------------------------------------------------------------------------
+
+    def release(self, engine: Engine) -> None:
+        """Queue again what `engine` had in flight, before everything that came later."""
+        self.quarantine.lost(engine)
+        entries = sorted(engine.in_flight.values(), key=lambda entry: entry.arrived, reverse=True)
+        engine.in_flight.clear()
+        for entry in entries:
+            if entry.meta.engine:
+                self._reject_pinned(entry)
+            else:
+                self._replay(entry, engine)
+        self.needs_pump = True
+
+    def relieve(self, engine: Engine) -> None:
+        """Give what a suspect engine has to others, as far as they have room. Its late answers are accepted."""
+        for entry in sorted(engine.in_flight.values(), key=lambda entry: entry.arrived):
+            if not self._verbs.may_dispatch:
+                return
+            if entry.meta.engine or not any(other.runs(entry.model) for other in self._engines.with_room()):
+                continue
+            self.withdraw(entry)
+            del engine.in_flight[entry.dispatch_id]
+            engine.relieved.append(entry)
+            self._replay(entry, engine)
+            self.pump()
+
+    def _replay(self, entry: Entry, engine: Engine) -> None:
+        """Queue a request that `engine` lost, or hold it back as a suspect."""
+        self._counters.replays += 1
+        self._remember(entry, engine)
+        if entry.crashes and self.quarantine.suspects(entry):
+            self._hold(entry)
+        else:
+            self._enqueue(entry, first=True)
+
+    def _pull_back(self, entry: Entry) -> None:
+        """Take an open request from the queue, or from its engine; the caller puts it somewhere else."""
+        engine = entry.engine
+        if engine is None:
+            self.queue.discard(entry)
+            return
+        self.withdraw(entry)
+        del engine.in_flight[entry.dispatch_id]
+        self._remember(entry, engine)
+        self._leave_engine(entry)
+
+    def _remember(self, entry: Entry, engine: Engine) -> None:
+        self._former[entry.dispatch_id] = FormerDispatch(engine.peer, entry, entry.dispatched_bytes)
+        entry.former.append(entry.dispatch_id)
+        if len(entry.former) > REMEMBERED_DISPATCHES:
+            del self._former[entry.former.pop(0)]
+
+    def former(self, dispatch_id: int, peer: PeerId) -> FormerDispatch | None:
+        """The dispatch of an open request to an engine that lost it, answered by that engine after all."""
+        former = self._former.get(dispatch_id)
+        return former if former is not None and former.peer == peer else None
+
+    # --- suspects ----------------------------------------------------------------------------------------------
+
+    def _hold(self, entry: Entry) -> None:
+        self._leave_engine(entry)
+        self.quarantine.add(entry)
+        self._limit_wait(entry)
+        self.needs_pump = True
+
+    def _dispatch_suspect(self) -> None:
+        trial = self.quarantine.next_trial()
+        self.carry_out_decisions()
+        if trial is not None:
+            entry, engine = trial
+            self._dispatch(entry, [engine])
+            if entry.engine is engine:
+                self.quarantine.begin(entry)
+
+    def carry_out_decisions(self) -> None:
+        """Do what the quarantine decided."""
+        decisions = self.quarantine.decisions
+        while decisions:
+            action, entry, message = decisions.popleft()
+            if action is Action.FAIL:
+                self.fail(entry, ErrorCode.ENGINE_FAILED, message)
+            elif action is Action.REJECT_MODEL:
+                self._reject_model(entry, self._engines.serving())
+            else:
+                self._pull_back(entry)
+                if action is Action.HOLD:
+                    self._hold(entry)
+                else:
+                    self._enqueue(entry, first=True)
+            self.needs_pump = True
+
+    # --- ends --------------------------------------------------------------------------------------------------
+
+    def withdraw(self, entry: Entry) -> None:
+        """Abort an open request at its engine, if it has one."""
+        if entry.engine is not None:
+            self._context.send(entry.engine.peer, Abort(entry.dispatch_id).to_frames())
+            entry.engine.unsettled = not entry.engine.plain
+
+    def forget(self, entry: Entry) -> None:
+        """The request ended, whatever the reason."""
+        if self.queue.length:
+            self.queue.discard(entry)
+        if entry.slot is not None:
+            self.deadlines.set(entry, None)
+        if entry.former:
+            for dispatch_id in entry.former:
+                del self._former[dispatch_id]
+            entry.former.clear()
+        if entry.crashes:
+            self.quarantine.forget(entry)
+        if entry.engine is not None:
+            entry.engine.in_flight.pop(entry.dispatch_id, None)
+            self.tenants.returned(entry)
+            entry.engine = None
+        self.journal.remove(entry)
+        self.tenants.closed(entry)
+        entry.client.open.pop(entry.uid, None)
+        if entry.plain_id is not None:
+            entry.client.plain_ids.pop(entry.plain_id, None)
+        self.needs_pump = True
+
+    def abort(self, entries: Iterable[Entry]) -> None:
+        """End requests that no client waits for, here and at their engines."""
+        for entry in list(entries):
+            self.withdraw(entry)
+            self.forget(entry)
+            self._counters.aborted += 1
+
+    def fail(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
+        """End an open request with an error."""
+        self.withdraw(entry)
+        self.forget(entry)
+        self._answer_error(entry, code, message, retry_after=retry_after)
+
+    def _answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
+        self._counters.refused += 1
+        if entry.client.plain:
+            frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
+        else:
+            frames = Error(code=code, message=message, uid=entry.uid, retry_after_seconds=retry_after).to_frames()
+        self._clients.send(entry.client, frames, answers=entry.uid)
+
+    def _expire(self, entry: Entry) -> None:
+        waited = self._context.now - entry.arrived
+        where = "for an engine" if entry.engine is None else "to be finished"
+        self.fail(entry, ErrorCode.DEADLINE, f"the request waited {waited:.1f} s {where}: its time is up")
+
+    def check_integrity(self) -> None:
+        self.journal.check_integrity()
+        self.quarantine.check_integrity()
+        self.queue.check_integrity()
+        self.tenants.check_integrity(list(self.journal))
+        waiting = sum(entry.engine is None for entry in self.journal)
+        assert self.waiting == waiting, "a request without an engine does not wait for one"
+        for former in self._former.values():
+            assert self.journal.get(former.entry.uid) is former.entry, "a former dispatch outlived its request"

@@ -1,0 +1,278 @@
+"""Tables of the open requests: all of them, those that wait, their deadlines and their tenants.
+
+Nothing here decides or sends. An entry leaves every table when its request ends.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from itertools import count
+
+from megatron_runtime.coordinator.core.context import Context
+from megatron_runtime.coordinator.core.records import Band, Entry, Levels, Tenant, TenantKey
+
+GRAIN_SECONDS = 0.02
+"""A request expires at most this much later than its deadline, and never earlier."""
+
+
+class Journal:
+    """Every open request by uid, so that it can be dispatched again: prompt, parameters, tokens so far.
+
+    bytes: the sum of the costs of its entries, bounded by `limit_bytes` at admission.
+    """
+
+    def __init__(self, *, limit_bytes: int) -> None:
+        self.bytes = 0
+        self._limit = limit_bytes
+        self._entries: dict[bytes, Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(list(self._entries.values()))
+
+    def get(self, uid: bytes) -> Entry | None:
+        return self._entries.get(uid)
+
+    def add(self, entry: Entry) -> bool:
+        """False when the budget has no room. Tokens that come later are never rejected, only counted."""
+        cost = entry.cost()
+        if self.bytes + cost > self._limit:
+            return False
+        entry.admitted_bytes = cost
+        self._entries[entry.uid] = entry
+        self.bytes += cost
+        return True
+
+    def append(self, entry: Entry, tokens: bytes, *, details: bytes = b"", details_cost: int = 0) -> None:
+        """Add new tokens. All entries of a message share its `details`; this one is charged `details_cost` bytes."""
+        if details:
+            entry.details.append((entry.tokens_so_far, details))
+            entry.details_bytes += details_cost
+        entry.generated += tokens
+        self.bytes += len(tokens) + (details_cost if details else 0)
+
+    def remove(self, entry: Entry) -> None:
+        if self._entries.pop(entry.uid, None) is not None:
+            self.bytes -= entry.cost()
+
+    def check_integrity(self) -> None:
+        assert self.bytes == sum(entry.cost() for entry in self._entries.values()), "journal bytes are miscounted"
+        for entry in self._entries.values():
+            assert entry.is_open, "an open request is unknown to its client"
+            if entry.engine is not None:
+                assert entry.engine.in_flight.get(entry.dispatch_id) is entry, "a dispatch is unknown to its engine"
+
+
+class WaitingQueue:
+    """Requests without an engine: the lowest priority number first, then replays, then the tenant that has the fewest
+    requests at engines, and each tenant's in the order of arrival.
+
+    Each model has its own band, so that a request whose model has no room is overtaken by those of another.
+    """
+
+    def __init__(self) -> None:
+        self._bands: dict[tuple[int, str], Band] = {}
+        self.length = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def add(self, entry: Entry, *, first: bool = False, moved: bool = False) -> None:
+        """first: a replay, before all of its priority. moved: before the others of its tenant only."""
+        key = entry.meta.priority, entry.model
+        band = self._bands.get(key)
+        if band is None:
+            band = self._bands[key] = Band(*key)
+        entry.is_replay = first
+        if first:
+            lane = band.replays
+        else:
+            tenant = entry.tenant
+            lane = tenant.lanes.get(band) or OrderedDict()
+            if not lane:
+                tenant.lanes[band] = lane
+                band.tenants.add(tenant, tenant.load)
+        lane[entry.uid] = entry
+        if first or moved:
+            lane.move_to_end(entry.uid, last=False)
+        self.length += 1
+
+    def discard(self, entry: Entry) -> None:
+        band = self._bands.get((entry.meta.priority, entry.model))
+        if band is None:
+            return
+        tenant = entry.tenant
+        lane = band.replays if entry.is_replay else tenant.lanes.get(band)
+        if lane is None or lane.pop(entry.uid, None) is None:
+            return
+        self.length -= 1
+        if not lane and not entry.is_replay:
+            del tenant.lanes[band]
+            band.tenants.discard(tenant, tenant.load)
+        if not band.replays and not band.tenants:
+            del self._bands[band.priority, band.model]
+
+    def heads(self) -> list[Entry]:
+        """The requests that may be dispatched next, at most two of each band; the next one of all comes first."""
+        heads = []
+        for band in self._bands.values():
+            if band.replays:
+                heads.append(next(iter(band.replays.values())))
+            if band.tenants:
+                heads.append(next(iter(band.tenants.lowest().lanes[band].values())))
+        if len(heads) > 1:
+            heads.sort(key=_place)
+        return heads
+
+    def check_integrity(self) -> None:
+        waiting = 0
+        for key, band in self._bands.items():
+            assert key == (band.priority, band.model), "a band is in the place of another"
+            assert band.replays or band.tenants, "an empty band is kept"
+            tenants = list(band.tenants)
+            band.tenants.check_integrity(tenants)
+            lanes = [tenant.lanes[band] for tenant in tenants]
+            assert all(lanes), "an empty lane is kept"
+            assert all(entry.is_replay for entry in band.replays.values()), "a request waits among replays"
+            waiting += len(band.replays) + sum(map(len, lanes))
+        assert waiting == self.length, "waiting requests are miscounted"
+
+
+def _place(entry: Entry) -> tuple[int, int, int, int, float]:
+    if entry.is_replay:
+        return entry.meta.priority, 0, 0, 0, entry.arrived
+    return entry.meta.priority, 1, entry.tenant.load, entry.tenant.order, entry.arrived
+
+
+class Deadlines:
+    """Calls `expire(entry)` when an entry's time is up. Entries share one timer, in slots of GRAIN_SECONDS."""
+
+    def __init__(self, context: Context, expire: Callable[[Entry], None]) -> None:
+        self._context = context
+        self._expire = expire
+        self._slots: dict[int, dict[bytes, Entry]] = {}
+        self._order: list[int] = []
+        self._armed = math.inf
+
+    def __len__(self) -> int:
+        return sum(map(len, self._slots.values()))
+
+    def set(self, entry: Entry, when: float | None) -> None:
+        """Replace the entry's deadline; None removes it."""
+        slot = math.ceil(when / GRAIN_SECONDS) if when is not None else None
+        if slot == entry.slot:
+            return
+        if entry.slot is not None:
+            waiting = self._slots[entry.slot]
+            del waiting[entry.uid]
+            if not waiting:
+                del self._slots[entry.slot]
+        entry.slot = slot
+        if slot is None:
+            return
+        if slot not in self._slots:
+            self._slots[slot] = {}
+            heapq.heappush(self._order, slot)
+            if len(self._order) > 2 * len(self._slots) + 1024:
+                self._order = sorted(self._slots)
+        self._slots[slot][entry.uid] = entry
+        if slot < self._armed:
+            self._arm()
+
+    def _arm(self) -> None:
+        while self._order and self._order[0] not in self._slots:
+            heapq.heappop(self._order)
+        self._armed = self._order[0] if self._order else math.inf
+        if self._order:
+            self._context.set_timer("deadlines", self._armed * GRAIN_SECONDS, self._fire)
+
+    def _fire(self) -> None:
+        while self._order and self._order[0] * GRAIN_SECONDS <= self._context.now:
+            for entry in list(self._slots.get(heapq.heappop(self._order), {}).values()):
+                self.set(entry, None)
+                self._expire(entry)
+        self._arm()
+
+
+class Tenants:
+    """The tenants with open requests. Nothing outlives a tenant's last open request.
+
+    is_shared: all requests count as those of one tenant.
+    busy:      tenants that have several requests at engines.
+    """
+
+    def __init__(self, *, is_shared: bool = False) -> None:
+        self._is_shared = is_shared
+        self._tenants: dict[TenantKey, Tenant] = {}
+        self._order = count(1)
+        self.busy = Levels()
+
+    def __len__(self) -> int:
+        return len(self._tenants)
+
+    def __iter__(self) -> Iterator[Tenant]:
+        return iter(self._tenants.values())
+
+    def of(self, key: TenantKey) -> Tenant:
+        """The tenant of that key; a new one is kept with its first open request."""
+        if self._is_shared:
+            key = ""
+        tenant = self._tenants.get(key)
+        return tenant if tenant is not None else Tenant(key, next(self._order))
+
+    def opened(self, entry: Entry) -> None:
+        """The journal has the request."""
+        tenant = entry.tenant
+        if not tenant.num_open:
+            self._tenants[tenant.key] = tenant
+        tenant.num_open += 1
+        tenant.open_bytes += entry.admitted_bytes
+
+    def closed(self, entry: Entry) -> None:
+        """The request ended. It waits nowhere and no engine has it."""
+        tenant = entry.tenant
+        tenant.num_open -= 1
+        tenant.open_bytes -= entry.admitted_bytes
+        if not tenant.num_open:
+            del self._tenants[tenant.key]
+
+    def dispatched(self, entry: Entry) -> None:
+        """An engine has the request, under `entry.dispatch_id`."""
+        tenant = entry.tenant
+        before = len(tenant.in_flight)
+        tenant.in_flight[entry.dispatch_id] = entry
+        self._reload(tenant, before, before + 1)
+
+    def returned(self, entry: Entry) -> None:
+        """No engine has the request any more; `entry.dispatch_id` is still the former one."""
+        tenant = entry.tenant
+        before = len(tenant.in_flight)
+        del tenant.in_flight[entry.dispatch_id]
+        self._reload(tenant, before, before - 1)
+
+    def _reload(self, tenant: Tenant, before: int, after: int) -> None:
+        tenant.order = next(self._order)
+        if before > 1:
+            self.busy.discard(tenant, before)
+        if after > 1:
+            self.busy.add(tenant, after)
+        for band in tenant.lanes:
+            band.tenants.discard(tenant, before)
+            band.tenants.add(tenant, after)
+
+    def check_integrity(self, entries: list[Entry]) -> None:
+        """`entries` are all open requests."""
+        assert {id(entry.tenant) for entry in entries} == {id(tenant) for tenant in self}, "a tenant without a request"
+        for tenant in self:
+            own = [entry for entry in entries if entry.tenant is tenant]
+            assert tenant.num_open == len(own), "open requests of a tenant are miscounted"
+            assert tenant.open_bytes == sum(entry.admitted_bytes for entry in own), "a tenant's bytes are miscounted"
+            in_flight = {entry.dispatch_id: entry for entry in own if entry.engine is not None}
+            assert tenant.in_flight == in_flight, "requests of a tenant at engines are miscounted"
+            assert list(tenant.in_flight) == sorted(in_flight), "requests of a tenant are not in the order of dispatch"
+        self.busy.check_integrity({tenant for tenant in self if tenant.load > 1})

@@ -1,0 +1,64 @@
+"""Plays the shell of a coordinator's core: events at a simulated time go in, effects are performed in memory."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+
+Peer = tuple[int, bytes]
+
+
+class CoreDriver:
+    """deliver: called with the peer and the frames of each message; returns None if there is no such connection, False
+    if it accepts nothing more."""
+
+    def __init__(self, settings: CoordinatorSettings, deliver: Callable[[Peer, list[bytes]], bool | None]) -> None:
+        self.now = 1000.0
+        self.closed: list[Peer] = []
+        self._deliver = deliver
+        self.core = CoordinatorCore(settings, now=self.now, randbits=random.Random(7).getrandbits)
+        self.core.start(self.now)
+        self._perform()
+
+    def say(self, peer: Peer, message: Any) -> None:
+        self.receive(peer, message.to_frames())
+
+    def receive(self, peer: Peer, frames: list[bytes]) -> None:
+        self.core.received(self.now, peer, frames)
+        self._perform()
+
+    def connection_lost(self, peer: Peer, *, by_peer: bool) -> None:
+        self.core.connection_lost(self.now, peer, by_peer=by_peer)
+        self._perform()
+
+    def pump(self) -> None:
+        """As every heartbeat does."""
+        self.core.dispatcher.pump()
+        self._perform()
+
+    def advance(self, seconds: float) -> None:
+        until = self.now + seconds
+        while (due := self.core.context.next_timer) <= until:
+            self.now = max(self.now, due)
+            self.core.run_timers(self.now)
+            self._perform()
+        self.now = until
+
+    def _perform(self) -> None:
+        while effects := self.core.context.effects:
+            self.core.context.effects = []
+            refused = []
+            for peer, frames in effects:
+                if frames is None:
+                    self.closed.append(peer)
+                    continue
+                accepted = self._deliver(peer, frames)
+                if not accepted:
+                    refused.append((peer, frames, accepted is None))
+            if refused:
+                self.core.not_sent(refused, Counter(peer for peer, _ in effects))
