@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from eventually import LONG_SECONDS
+from machine import scaled
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.coordinator import Coordinator
@@ -219,7 +220,7 @@ async def test_a_step_that_fails_ends_the_engine_and_another_finishes_its_reques
     failing = stage.engine("failing", faults=("fail-step:at=20",))
     await stage.coordinator.wait_for_engines(1)
     streams = [client.add_request_streaming([n], params(40)) for n in range(1, 9)]
-    await asyncio.wait_for(failing.ended.wait(), 20)
+    await asyncio.wait_for(failing.ended.wait(), scaled(20))
     assert str(failing.failure) == "step 20 fails as told"
     stage.engine("healthy")
     for number, stream in enumerate(streams, start=1):
@@ -231,11 +232,11 @@ async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) 
     stage.engine("mute", faults=("drop-heartbeats:after=3,count=60",))
     await stage.coordinator.wait_for_engines(1)
     coordinator = stage.coordinator
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while coordinator.counters.engines_lost == 0:  # noqa: ASYNC110 - a counter has no event
             await asyncio.sleep(0.02)
     assert len(coordinator.engines) == 0
-    await asyncio.wait_for(coordinator.wait_for_engines(1), 20)
+    await asyncio.wait_for(coordinator.wait_for_engines(1), scaled(20))
 
 
 async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, params) -> None:
@@ -245,7 +246,7 @@ async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, para
     await anext(stream)
     client.abort_request(stream.request_id)
     assert (await client.add_request([4], params(300)))["generated_tokens"] == echo_answer([4], 300)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while worker._outputs.open:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert stage.coordinator.counters.stale > 0

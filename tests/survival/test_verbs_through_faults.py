@@ -8,6 +8,7 @@ from collections import Counter
 import pytest
 from fault_proxy import FaultProxy
 from fleet import until_status
+from machine import scaled
 from soak import FIRST_SEED, size
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
@@ -170,7 +171,7 @@ async def one_run(seed: int, fates: Counter[str]) -> None:
         status = await scene.settled()
         for kind in PATH_TO_RUNNING[status.state]:
             assert (await scene.ask(kind, timeout_seconds=60)).ranks == RANKS * len(ENGINES)
-        answers = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), scaled(60))
         assert [answer["generated_length"] for answer in answers] == [50] * len(requests)
         if not scene.updated:
             assert [answer["generated_tokens"] for answer in answers] == [echo_answer([seed, n], 50) for n in range(8)]
@@ -213,7 +214,7 @@ async def test_every_signal_in_every_state_is_answered_at_once_and_an_illegal_on
                 continue
             answer = scene.admin.control(kind, operation_id=f"illegal {kind.name}", fence=1, timeout_seconds=3600)
             with pytest.raises(ControlRefusedError) as refused:
-                await asyncio.wait_for(answer, 60)
+                await asyncio.wait_for(answer, scaled(60))
             assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
             assert state in refused.value.message
         assert [ranks.operations for ranks in scene.ranks.values()] == acted
@@ -227,6 +228,6 @@ async def test_no_engine_is_not_all_engines() -> None:
         await until_status(scene.witness, lambda status: not status.engines, seconds=60, what="all engines left")
         answer = scene.admin.control(Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=60)
         with pytest.raises(ControlRefusedError) as refused:
-            await asyncio.wait_for(answer, 60)
+            await asyncio.wait_for(answer, scaled(60))
         assert refused.value.code == ErrorCode.ENGINES_MISSING
         assert (await scene.witness.status()).state == "RUNNING"

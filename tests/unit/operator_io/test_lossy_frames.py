@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lossy_link import CoordinatorPort, LossyLink
+from machine import scaled
 from small_cluster import MINIMAL, Cluster
 from small_operator import PlayedApi, Watch, new_operator
 
@@ -73,7 +74,7 @@ async def live(seed: int) -> int:
     try:
         for goal in GOALS:
             cluster.patch(desiredState=goal)
-            async with asyncio.timeout(600):
+            async with asyncio.timeout(scaled(600)):
                 while not _reached(cluster, goal):
                     assert not running.done(), running.exception()
                     watch.show()
