@@ -17,7 +17,7 @@ _REFERENCE_SECONDS = 0.15
 
 
 def measure_scale() -> float:
-    """The factor: how long up to four concurrent threads take for a fixed piece of work, over the reference; at least 1.
+    """The factor: the time that concurrent threads take for a fixed piece of work, over the reference; at least 1.
 
     The threads compute without the interpreter lock, so a CPU quota and the load of other processes count.
     """
