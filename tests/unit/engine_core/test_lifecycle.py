@@ -134,6 +134,39 @@ async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
+class FailingRanks:
+    """Implements Ranks: another rank never does its part."""
+
+    count = 2
+
+    async def confirm(self, control: Control) -> None:
+        raise RuntimeError(f"rank 1 did not confirm {control.kind.name}")
+
+
+@pytest.mark.parametrize("kind", [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS])
+async def test_work_that_another_rank_does_not_confirm_is_undone(rig: Rig, kind: Header) -> None:
+    before = {Header.PAUSE: EngineState.RUNNING, Header.RESUME: EngineState.SUSPENDED}.get(kind, EngineState.PAUSED)
+    object.__setattr__(rig.engine.config, "kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE)
+    await rig.submit(400)
+    await rig.reach(before)
+    has_weights = rig.executor.has_weights
+    alone, rig.lifecycle._ranks = rig.lifecycle._ranks, FailingRanks()
+    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=3))
+    assert not ack.ok
+    assert f"rank 1 did not confirm {kind.name}" in (ack.error or "")
+    assert rig.lifecycle.state is before
+    assert rig.executor.has_weights is has_weights is (kind is not Header.RESUME)
+    assert (rig.executor._cache is not None) is has_weights
+    assert rig.executor._staged is None
+    rig.lifecycle._ranks = alone
+    path = {EngineState.RUNNING: (), EngineState.PAUSED: (Header.UNPAUSE,)}
+    for signal in path.get(before, (Header.RESUME, Header.UNPAUSE)):
+        assert await rig.signal(signal)
+    while await rig.thread.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 400)
+
+
 @pytest.mark.parametrize("state", [EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED])
 @pytest.mark.parametrize("target", [CoordinatorState.RUNNING, CoordinatorState.PAUSED, CoordinatorState.SUSPENDED])
 async def test_an_engine_that_joins_reaches_the_state_it_is_told(

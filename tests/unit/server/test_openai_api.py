@@ -33,6 +33,23 @@ async def test_chat_answer_has_text_reason_and_usage(running: Any, tokenizer: An
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_of_n_choices_is_counted_once(running: Any, tokenizer: Any, answer: str, stream: bool) -> None:
+    """The engine reports three cached tokens with each choice."""
+    prompts = ["Once", "Twice upon"]
+    body = {**COMPLETION, "prompt": prompts, "n": 3}
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await running.openai.completions.create(**body, **options)]
+        usage = chunks[-1].usage
+    else:
+        usage = (await running.openai.completions.create(**body)).usage
+    assert len(running.backend.requests) == 6
+    assert usage.prompt_tokens == sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert usage.prompt_tokens_details.cached_tokens == 2 * 3
+    assert usage.completion_tokens == 6 * (len(tokenizer.encode(answer)) + 1)
+
+
 async def test_streamed_chat_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
     stream = await running.openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
