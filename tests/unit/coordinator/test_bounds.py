@@ -92,7 +92,7 @@ def sizes(root: object) -> dict[str, int]:
             pending += [(f"{path}[]", value) for value in item.values()]
         elif isinstance(item, list | tuple | set):
             pending += [(f"{path}[]", value) for value in item]
-        elif type(item).__module__.startswith("megatron_runtime.data_parallel"):
+        elif type(item).__module__.startswith("megatron_runtime.coordinator"):
             names = [*getattr(item, "__dict__", ()), *getattr(type(item), "__slots__", ())]
             pending += [(f"{path}.{name}", getattr(item, name, None)) for name in names]
     return found
