@@ -22,21 +22,20 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from megatron_runtime.backends.native.cuda import inference_wrapper
 from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.cuda.device import CudaDevice
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.rank_process import end_with
-from megatron_runtime.backends.native.rank_start import follow, lead
-from megatron_runtime.backends.native.ranked_executor import RankedExecutor
+from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with
+from megatron_runtime.backends.native.ranked.process import follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
-from megatron_runtime.distributed.identity import rank_identity
-from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.distributed.shard import ParallelSizes, rank_identity
 from megatron_runtime.engine import termination
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
@@ -62,8 +61,20 @@ def _loop() -> None:
         pass
 
 
+def _hang_in_next_all_reduce() -> None:
+    """The other ranks complete the collective; this one never returns from it."""
+    all_reduce = dist.all_reduce
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        all_reduce(*arguments, **options)
+        threading.Event().wait()
+
+    dist.all_reduce = hang
+
+
 HANGS: dict[str, Callable[[], object]] = {
     "blocks": lambda: threading.Event().wait(),
+    "blocks in a collective": _hang_in_next_all_reduce,
     "loops": _loop,
     "computes for ever": lambda: _compute(1e9),
     "computes": lambda: _compute(SLOW_SECONDS),

@@ -123,7 +123,7 @@ if TYPE_CHECKING:
     type=click.FloatRange(min=1),
     default=60,
     show_default=True,
-    help="A step in which no rank gets on for so long ends an engine of several ranks.",
+    help="A step in which no rank makes progress for so long ends an engine of several ranks.",
 )
 @click.option(
     "--echo-step-seconds", type=click.FloatRange(min=0), default=0, help="How long a step of the echo executor takes."
@@ -169,9 +169,9 @@ def command(
 
 def _run_ranks(settings: EngineSettings) -> None:
     """Be one rank of several, or start those of this machine."""
-    from megatron_runtime.backends.native.rank_process import end_with
+    from megatron_runtime.backends.native.ranked.executor import end_with
     from megatron_runtime.distributed.errors import RankError
-    from megatron_runtime.distributed.identity import node_identity, rank_identity
+    from megatron_runtime.distributed.shard import node_identity, rank_identity
     from megatron_runtime.engine import worker
     from megatron_runtime.engine.build import run_other_rank
 
