@@ -7,13 +7,13 @@ import queue
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.native.ranked import channel as channels
 from megatron_runtime.backends.native.ranked.channel import FollowerChannel, Kind, LeaderChannel
 from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
 from megatron_runtime.distributed.errors import RankError
@@ -117,16 +117,16 @@ def test_an_end_that_is_late_itself_does_not_count_that_time(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_a_long_order_is_announced_and_its_end_too(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_order_is_announced_and_its_end_too(end: End) -> None:
     assert end.hear(Kind.BEAT)[0] == HEARTBEAT_SECONDS
     if isinstance(end.channel, LeaderChannel):
         number = end.channel.post(Kind.LONG_COMMAND, ["load", None], answers=[1])
-        finish: Callable[[], object] = lambda: end.channel.collect(number)  # type: ignore[union-attr]
+        finish: Callable[[], object] = partial(end.channel.collect, number)
         end.say(Kind.ANSWER, None, number)
     else:
         end.say(Kind.LONG_COMMAND, ["load", None], 1)
         order = end.channel.orders.get(timeout=LONG_SECONDS)
-        finish = lambda: end.channel.answer(order, None)  # type: ignore[union-attr]  # noqa: E731
+        finish = partial(end.channel.answer, order, None)
     while end.hear(Kind.BEAT)[0] != LONG_ORDER_SECONDS:
         pass
     finish()
@@ -152,9 +152,9 @@ def test_silence_is_measured_from_the_last_message() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("end", ["rank 0"], indirect=True)
-def test_a_rank_0_that_is_late_does_not_take_old_reports_for_a_stall(end: End, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_0_that_is_late_does_not_take_old_reports_for_a_stall(end: End) -> None:
     assert isinstance(end.channel, LeaderChannel)
-    order = end.channel.post(channels.Kind.STEP, None)
+    order = end.channel.post(Kind.STEP, None)
     end.progress.begin(order)
     with end.progress.exchange():
         waits = Report(exchanges=1, phase=Phase.EXCHANGING)
