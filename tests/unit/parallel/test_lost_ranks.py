@@ -16,7 +16,7 @@ from eventually import LONG_SECONDS
 from rank_program import HANGS_NOW
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from megatron_runtime.cli.launch_ranks import cause
+from megatron_runtime.cli.processes import cause
 from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2

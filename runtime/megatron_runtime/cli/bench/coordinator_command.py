@@ -390,11 +390,11 @@ async def partials(bench: Bench) -> list[Figure]:
 
 
 @click.command()
-@click.option("--clients", type=COUNT, default=8, show_default=True, help="At once.")
-@click.option("--engines", type=COUNT, default=4, show_default=True, help="They answer at once, with one token.")
-@click.option("--requests", type=COUNT, default=10_000, show_default=True, help="Of each part.")
-@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, show_default=True)
-@click.option("--rate", type=COUNT, default=1000, show_default=True, help="Requests/s where latency is measured.")
+@click.option("--clients", type=COUNT, default=8, help="At once.")
+@click.option("--engines", type=COUNT, default=4, help="They answer at once, with one token.")
+@click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
+@click.option("--rate", type=COUNT, default=1000, help="Requests/s where latency is measured.")
 @json_file
 @readable_errors
 def command(*, json_file: Path | None, **values: int) -> None:

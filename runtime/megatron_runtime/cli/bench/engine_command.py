@@ -110,17 +110,13 @@ def _generate(
 
 
 @click.command()
-@click.option(
-    "--model", default="builtin:smollm2-135m", show_default=True, help="builtin:NAME, a GGUF file or a directory."
-)
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto", show_default=True
-)
-@click.option("--batch", type=Counts(), default="1,8,32", show_default=True, help="Requests at once, each size a run.")
-@click.option("--prompt-tokens", type=COUNT, default=64, show_default=True)
-@click.option("--new-tokens", type=COUNT, default=128, show_default=True)
+@click.option("--model", default="builtin:smollm2-135m", help="builtin:NAME, a GGUF file or a directory.")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
+@click.option("--batch", type=Counts(), default="1,8,32", help="Requests at once, each size a run.")
+@click.option("--prompt-tokens", type=COUNT, default=64)
+@click.option("--new-tokens", type=COUNT, default=128)
 @click.option("--threads", type=COUNT, help="Torch threads.")
-@click.option("--kv-cache-memory", type=Memory(), default="1Gi", show_default=True)
+@click.option("--kv-cache-memory", type=Memory(), default="1Gi")
 @json_file
 @readable_errors
 def command(*, json_file: Path | None, **values: Any) -> None:

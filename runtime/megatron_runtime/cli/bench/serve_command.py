@@ -15,9 +15,15 @@ import click
 import httpx
 import uvloop
 
-from megatron_runtime.cli.api_client import ApiClient, connection_options
+from megatron_runtime.cli.api_client import (
+    ApiClient,
+    EventReader,
+    StreamFailedError,
+    StreamFormatError,
+    connection_options,
+    terminal_text,
+)
 from megatron_runtime.cli.bench.report import COUNT, Counts, Figure, json_file, percentile, report
-from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, terminal_text
 from megatron_runtime.cli.options import readable_errors
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
@@ -143,11 +149,11 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 
 @click.command()
 @connection_options
-@click.option("--concurrency", type=Counts(), default="1,8,32", show_default=True, help="Clients at once, each a run.")
-@click.option("--requests", type=COUNT, default=32, show_default=True, help="Of each run; at least two a client.")
-@click.option("--prompt-words", type=COUNT, default=64, show_default=True)
-@click.option("--new-tokens", type=COUNT, default=64, show_default=True, help="Of each answer; nothing ends early.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Prompts of another seed are others.")
+@click.option("--concurrency", type=Counts(), default="1,8,32", help="Clients at once, each a run.")
+@click.option("--requests", type=COUNT, default=32, help="Of each run; at least two a client.")
+@click.option("--prompt-words", type=COUNT, default=64)
+@click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; nothing ends early.")
+@click.option("--seed", type=int, default=0, help="Prompts of another seed are others.")
 @json_file
 @readable_errors
 def command(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
