@@ -76,7 +76,6 @@ class Child:
     name: str
     arguments: Sequence[str]
     pass_fds: Sequence[int] = ()
-    environment: dict[str, str] = field(default_factory=dict)
     process: asyncio.subprocess.Process | None = None
     last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
     restarts: deque[float] = field(default_factory=deque)
@@ -126,7 +125,7 @@ class Supervisor:
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **child.environment, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
             pass_fds=child.pass_fds,
             start_new_session=True,
         )

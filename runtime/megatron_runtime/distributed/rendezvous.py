@@ -68,7 +68,10 @@ class Meeting:
         self._peers: dict[int, tuple[str, str]] = {}
         self._accepted_keys = keys_dir / "engine.pub" if keys_dir is not None else None
         self._keys = PeerKeys.load(keys_dir, Role.ENGINE) if keys_dir is not None else None
-        self._authenticator = _Authenticator.start(self.context, keys_dir) if keys_dir is not None else None
+        self._authenticator = ThreadAuthenticator(self.context) if keys_dir is not None else None
+        if self._authenticator is not None:
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
         own = _own_address(identity)
         self.pull = _socket(self.context, zmq.PULL)
         if self._keys is not None:
@@ -136,33 +139,19 @@ class Meeting:
         push.connect(address)
         return push
 
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether a peer with this public key, in Z85, may connect. engine.pub may have two keys during a rotation."""
+        return self._accepted_keys is not None and _is_accepted(key, self._accepted_keys)
+
     def close(self) -> None:
-        """After the channel has closed its sockets."""
+        """Call it after the channel has closed its sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(linger=0)
 
 
-class _Authenticator:
-    """Accepts the keys of engine.pub, read at each handshake: it may hold two of them during a rotation."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / "engine.pub"
-
-    @classmethod
-    def start(cls, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> ThreadAuthenticator:
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=cls(directory))
-        return authenticator
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a peer with this public key, in Z85, is of the engine."""
-        return _is_accepted(key, self._file)
-
-
 def _is_accepted(key: bytes, file: Path) -> bool:
-    """No key is accepted while a file cannot be read; the calling thread continues."""
+    """Whether `file` has this key. No key is accepted while the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:

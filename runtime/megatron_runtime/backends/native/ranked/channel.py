@@ -129,8 +129,6 @@ class _Channel:
         self._ended = False
         self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
 
-    # --- what an end does with what it sees ---
-
     def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
         raise NotImplementedError
 
@@ -484,8 +482,6 @@ class FollowerChannel(_Channel):
 
     def close(self) -> None:
         self._stop()
-
-    # --- its thread ---
 
     def _look(self, now: float) -> None:
         if self._is_leaving and not self._has_said_leave:

@@ -27,6 +27,8 @@ _LONG = frozenset(
 )
 """Orders that may hold the interpreter for longer than a heartbeat may take, such as freeing much memory."""
 
+_AGREED = ("num_pages", "page_size", "vocab_size", "max_sequence_length")
+"""What must be equal on all ranks."""
 ENDING_SECONDS = 1.0
 """From the loss of a rank to the end of this process: time to notify the coordinator and the other ranks."""
 
@@ -62,7 +64,7 @@ class EnginePart:
         """What the last load() loaded: weights, cache."""
         self._kept_pages: Int64 | None = None
         self._orders: dict[str, Callable[[Any], Any]] = {
-            "describe": lambda _: self._describe(),
+            "describe": lambda _: {name: getattr(executor, name) for name in _AGREED},
             "load": lambda _: self._load(),
             "unload": lambda _: self._unload(),
             "release_weights": lambda _: executor.release_weights(),
@@ -78,16 +80,6 @@ class EnginePart:
     def perform(self, name: str, argument: Any) -> Any:
         """Perform one order and return the answer."""
         return self._orders[name](argument)
-
-    def _describe(self) -> dict[str, int]:
-        """What all ranks have to agree on."""
-        executor = self.executor
-        return {
-            "num_pages": executor.num_pages,
-            "page_size": executor.page_size,
-            "vocab_size": executor.vocab_size,
-            "max_sequence_length": executor.max_sequence_length,
-        }
 
     def _load(self) -> str:
         executor = self.executor
@@ -135,7 +127,6 @@ class RankedExecutor:
         self._local = local
         self._part = EnginePart(local)
         self._channel = channel
-        self._sizes = sizes
         self._progress = progress
         self._warm_up = list(warm_up)
         self._everyone = range(sizes.world)
@@ -148,9 +139,6 @@ class RankedExecutor:
         self.max_sequence_length = local.max_sequence_length
         self.page_size = local.page_size
         self.num_pages = local.num_pages
-        self._require_agreement()
-
-    def _require_agreement(self) -> None:
         described = self._everywhere("describe", None)
         for rank, found in described.items():
             for name, value in described[0].items():

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 
@@ -17,7 +18,7 @@ import torch
 
 from megatron_runtime.backends.native.device import torch_device
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
-from megatron_runtime.backends.native.ranked.executor import EnginePart, PartExecutor, RankedExecutor, end_with
+from megatron_runtime.backends.native.ranked.executor import EnginePart, RankedExecutor, end_with
 from megatron_runtime.backends.native.ranked.micro_batches import CPU, GPU, StepSizes, warm_up_plans
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.distributed.errors import RankError, RendezvousError
@@ -38,34 +39,26 @@ FAILED_SECONDS = 3.0
 MakePart = Callable[[Groups], TorchExecutor]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankProcess:
     """A rank other than rank 0: performs orders until rank 0 sends END.
 
+    part:       what it performs them with.
     progress:   of this rank's steps.
     is_sampler: this rank answers steps with the tokens that it sampled.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        executor: PartExecutor,
-        channel: FollowerChannel,
-        *,
-        progress: StepProgress,
-        is_sampler: bool,
-    ) -> None:
-        self._rank = rank
-        self._part = EnginePart(executor)
-        self._executor = executor
-        self._channel = channel
-        self._progress = progress
-        self._is_sampler = is_sampler
+    rank: int
+    part: EnginePart
+    channel: FollowerChannel
+    progress: StepProgress
+    is_sampler: bool
 
     def run(self) -> None:
         """Block until the engine ends. SIGTERM and SIGINT ask rank 0 to end it in order."""
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda _number, _frame: self._channel.leave())
-        while (order := self._channel.orders.get()).kind is not Kind.END:
+            signal.signal(number, lambda _number, _frame: self.channel.leave())
+        while (order := self.channel.orders.get()).kind is not Kind.END:
             if order.kind in STEPS:
                 self._step(order)
             elif order.body[0] == "stage_weights":
@@ -73,31 +66,31 @@ class RankProcess:
                 threading.Thread(target=self._perform, args=(order,), name="stage", daemon=True).start()
             else:
                 self._perform(order)
-            self._progress.end(order.number)
-        self._channel.close()
+            self.progress.end(order.number)
+        self.channel.close()
 
     def _step(self, order: Message) -> None:
-        self._progress.begin(order.number)
+        self.progress.begin(order.number)
         try:
-            parts = self._executor.execute_part(order.body)
+            parts = self.part.executor.execute_part(order.body)
         except Exception as error:
             logger.exception("step %d failed", order.number)
-            self._channel.fail(str(error), is_consequence=isinstance(error, GroupError))
+            self.channel.fail(str(error), is_consequence=isinstance(error, GroupError))
             # If this rank ended at once, rank 0 could take it for the cause.
             time.sleep(FAILED_SECONDS)
-            end_with(RankError(self._rank, str(error)))
-        if self._is_sampler:
-            self._channel.answer(order, parts)
+            end_with(RankError(self.rank, str(error)))
+        if self.is_sampler:
+            self.channel.answer(order, parts)
 
     def _perform(self, order: Message) -> None:
         name, argument = order.body
         try:
-            answer = self._part.perform(name, argument)
+            answer = self.part.perform(name, argument)
         except Exception as error:
             logger.exception("%s failed", name)
-            self._channel.answer(order, [f"{name}: {error}", None])
+            self.channel.answer(order, [f"{name}: {error}", None])
         else:
-            self._channel.answer(order, [None, answer])
+            self.channel.answer(order, [None, answer])
 
 
 def lead(settings: EngineSettings, identity: RankIdentity, make_part: MakePart) -> RankedExecutor:
@@ -141,9 +134,9 @@ def follow(settings: EngineSettings, identity: RankIdentity, make_part: MakePart
         missing.clear()
         shard = groups.shard
         RankProcess(
-            identity.rank,
-            part,
-            channel,
+            rank=identity.rank,
+            part=EnginePart(part),
+            channel=channel,
             progress=groups.progress,
             is_sampler=shard.has_head and shard.tensor_rank == 0,
         ).run()
