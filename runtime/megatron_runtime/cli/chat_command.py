@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
+from megatron_runtime.cli.options import COUNT, SECONDS
 
 HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer."
 
@@ -16,8 +17,8 @@ HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C 
 @click.command()
 @connection_options
 @click.option("--system", help="Instructions that precede the conversation.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Of one answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, help="0 is greedy.")
+@click.option("--max-tokens", type=COUNT, help="Of one answer.")
+@click.option("--temperature", type=SECONDS, default=0.7, help="0 is greedy.")
 @click.option("--seed", type=int, help="Makes sampled answers repeatable.")
 def command(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
     """Talk to a model. Lines piped in are asked one after the other."""

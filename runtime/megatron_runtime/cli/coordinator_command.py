@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     DIRECTORY,
     PORT,
     ROUTING_POLICIES,
@@ -28,7 +29,7 @@ from megatron_runtime.cli.options import (
 @click.option("--routing-policy", type=click.Choice(ROUTING_POLICIES), default="LoadBalanced")
 @click.option("--alpha", type=click.FloatRange(0, 1), default=0.5, help="Weight of a cached prefix.")
 @click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
-@click.option("--max-queued", type=click.IntRange(min=1), default=10_000, help="Requests held.")
+@click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
 @click.option("--max-wait-seconds", type=click.FloatRange(0, min_open=True), default=300, help="Of a request.")
 @click.option("--journal-memory", "journal_bytes", type=Memory(), default="1Gi", help="Of all open requests.")
 @log_level

@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     DIRECTORY,
+    SECONDS,
     Address,
     Memory,
     OptionalPort,
@@ -53,11 +55,11 @@ if TYPE_CHECKING:
     default="auto",
     help="Of the weights.",
 )
-@click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
-@click.option("--max-requests", type=click.IntRange(min=1), default=64, help="Generated at once.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=2048, help="Of one step.")
+@click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
+@click.option("--max-requests", type=COUNT, default=64, help="Generated at once.")
+@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
 @click.option("--kv-cache-memory", type=Memory(), default="1Gi")
-@click.option("--block-size-tokens", type=click.IntRange(min=1), default=256, help="Of a block hash.")
+@click.option("--block-size-tokens", type=COUNT, default=256, help="Of a block hash.")
 @click.option("--chunked-prefill/--no-chunked-prefill", default=True, help="Spread long prompts over steps.")
 @batch_invariant
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Share the KV of equal prefixes.")
@@ -81,7 +83,7 @@ if TYPE_CHECKING:
 )
 @click.option("--health-port", type=OptionalPort(), default="8080", help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="engine.key, engine.pub and server.pub; absent: no encryption.")
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads of this machine's ranks together.")
+@click.option("--threads", type=COUNT, help="Torch threads of this machine's ranks together.")
 @click.option(
     "--tensor-parallel",
     type=click.IntRange(1, 64),
@@ -115,10 +117,8 @@ if TYPE_CHECKING:
     default=60,
     help="A step in which no rank makes progress for so long ends an engine of several ranks.",
 )
-@click.option(
-    "--echo-step-seconds", type=click.FloatRange(min=0), default=0, help="How long a step of the echo executor takes."
-)
-@click.option("--echo-ranks", type=click.IntRange(min=1), default=1, help="Simulated ranks of the echo executor.")
+@click.option("--echo-step-seconds", type=SECONDS, default=0, help="How long a step of the echo executor takes.")
+@click.option("--echo-ranks", type=COUNT, default=1, help="Simulated ranks of the echo executor.")
 @click.option(
     "--fault",
     "echo_faults",
@@ -127,7 +127,7 @@ if TYPE_CHECKING:
     metavar="SPEC",
     help="What goes wrong in an echo engine, such as fail-verb:verb=PAUSE,rank=1; see engines/faults.py.",
 )
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=60)
+@click.option("--drain-seconds", type=SECONDS, default=60)
 @log_level
 @readable_errors
 def command(

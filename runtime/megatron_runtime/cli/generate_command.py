@@ -11,13 +11,14 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
+from megatron_runtime.cli.options import COUNT, SECONDS
 
 
 @click.command()
 @click.argument("prompt")
 @connection_options
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0, help="0 is greedy.")
+@click.option("--max-tokens", type=COUNT, default=128)
+@click.option("--temperature", type=SECONDS, default=0, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
 @click.option("--seed", type=int, help="Makes a sampled answer repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")

@@ -118,15 +118,15 @@ class ApiKeysFile(click.ParamType[Path]):
 
 
 PORT = click.IntRange(0, 65535)
+COUNT = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
 ROUTING_POLICIES = ("LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
 
 
 model = click.option(
-    "--model",
-    default="builtin:smollm2-135m",
-    help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory.",
+    "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
 )
 batch_invariant = click.option(
     "--batch-invariant/--no-batch-invariant",

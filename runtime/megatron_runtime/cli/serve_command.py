@@ -14,8 +14,10 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     PORT,
     ROUTING_POLICIES,
+    SECONDS,
     ApiKeysFile,
     Memory,
     allow_priority,
@@ -42,9 +44,9 @@ _CONNECT_SECONDS = 60.0
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
 @click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
-@click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
-@click.option("--max-requests", type=click.IntRange(min=1), default=64, help="At once, per engine.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=2048, help="Of one step.")
+@click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
+@click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
+@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
 @click.option("--kv-cache-memory", type=Memory(), default="1Gi", help="Of each engine.")
 @batch_invariant
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
@@ -54,7 +56,7 @@ _CONNECT_SECONDS = 60.0
     default="LoadBalanced",
     help="How requests are spread over several engines.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
+@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
 @click.option(
     "--allowed-host",
@@ -66,7 +68,7 @@ _CONNECT_SECONDS = 60.0
 @share_prefix_cache
 @allow_priority
 @tool_call_parser
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, help="After Ctrl-C.")
+@click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 @readable_errors
 def command(**options: Any) -> None:

@@ -9,8 +9,10 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     DIRECTORY,
     PORT,
+    SECONDS,
     Address,
     ApiKeysFile,
     Memory,
@@ -47,12 +49,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @share_prefix_cache
 @allow_priority
 @tool_call_parser
-@click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
+@click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
 @click.option("--max-body-size", "max_body_bytes", type=Memory(), default="4Mi")
-@click.option("--max-open-requests", type=click.IntRange(min=1), default=10_000, help="Beyond that 429.")
+@click.option("--max-open-requests", type=COUNT, default=10_000, help="Beyond that 429.")
 @click.option(
     "--max-connections",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=4096,
     help="Beyond that the one idle longest is closed, or the new one gets a 503.",
 )
@@ -62,12 +64,9 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
     multiple=True,
     help="Serve only requests whose Host header has this name, and no web page of another origin; repeatable.",
 )
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=60)
+@click.option("--drain-seconds", type=SECONDS, default=60)
 @click.option(
-    "--linger-seconds",
-    type=click.FloatRange(min=0),
-    default=2,
-    help="After SIGTERM, shortest time that new connections are served.",
+    "--linger-seconds", type=SECONDS, default=2, help="After SIGTERM, shortest time that new connections are served."
 )
 @click.option("--vllm-metrics/--no-vllm-metrics", default=True, help="Aliases under vllm: names.")
 @click.option("--listen-fd", type=click.IntRange(min=0), hidden=True, help="An already bound socket.")

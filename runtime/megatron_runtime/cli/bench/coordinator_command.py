@@ -19,31 +19,15 @@ import click
 import psutil
 import uvloop
 
-from megatron_runtime.cli.bench.report import COUNT, Figure, json_file, percentile, report
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
+from megatron_runtime.cli.options import COUNT, readable_errors
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
-from megatron_runtime.protocol import limits
+from megatron_runtime.protocol import limits, messages
+from megatron_runtime.protocol.codec import Frames
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.protocol.messages import (
-    Abort,
-    Disconnect,
-    Final,
-    Frames,
-    Heartbeat,
-    Hello,
-    Partial,
-    PartialEntry,
-    RequestMeta,
-    Submit,
-    decode,
-    pack,
-    tokens_from_bytes,
-    tokens_to_bytes,
-    unpack,
-)
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.zmtp.connection import Connection
 from megatron_runtime.transport.zmtp.dealer import Dealer
@@ -56,9 +40,9 @@ OPEN_LOOP_SECONDS = 5
 STREAMS = 64
 STEPS_AHEAD = 16
 """Messages of partials that are under way at once."""
-_REPLY = pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
-_TOKEN = tokens_to_bytes([1])
-_PARAMS = pack({"num_tokens_to_generate": 1})
+_REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
+_TOKEN = messages.tokens_to_bytes([1])
+_PARAMS = messages.pack({"num_tokens_to_generate": 1})
 
 
 class UnbatchedDealer(Dealer):
@@ -80,7 +64,7 @@ class UnbatchedDealer(Dealer):
 class Peer:
     """A connection that is registered after start()."""
 
-    def __init__(self, address: str, hello: Hello) -> None:
+    def __init__(self, address: str, hello: messages.Hello) -> None:
         self._hello = hello
         self._registered = asyncio.Event()
         self._dealer = UnbatchedDealer(address, self._receive, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
@@ -96,12 +80,12 @@ class Peer:
         state = EngineState.RUNNING if self._hello.role is Role.ENGINE else None
         while True:
             await asyncio.sleep(limits.HEARTBEAT_SECONDS)
-            self.send(Heartbeat(incarnation=self._hello.incarnation, state=state).to_frames())
+            self.send(messages.Heartbeat(incarnation=self._hello.incarnation, state=state).to_frames())
 
     async def close(self) -> None:
         self._beating.cancel()
         await asyncio.wait([self._beating])
-        self.send(Disconnect(reason="done").to_frames())
+        self.send(messages.Disconnect(reason="done").to_frames())
         self._dealer.close(linger_ms=1000)
 
     def send(self, frames: Frames) -> None:
@@ -109,11 +93,11 @@ class Peer:
             raise RuntimeError("the connection of the benchmark is closed, or its peer does not read")
 
     def _receive(self, frames: Frames) -> None:
-        head = unpack(frames[0])
+        head = messages.unpack(frames[0])
         if head[0] == Header.HELLO_ACK:
             self._registered.set()
         elif head[0] == Header.ERROR:
-            raise RuntimeError(f"the coordinator rejected a message: {decode(frames)}")
+            raise RuntimeError(f"the coordinator rejected a message: {messages.decode(frames)}")
         elif head[0] != Header.HEARTBEAT:
             self.handle(head)
 
@@ -126,13 +110,15 @@ class Client(Peer):
     """on_final: called with the uid of each answer. on_partial: called for each message of partials."""
 
     def __init__(self, address: str, name: str) -> None:
-        super().__init__(address, Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63)))
+        super().__init__(address, messages.Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63)))
         self.on_final: Callable[[bytes], None] = lambda uid: None
         self.on_partial: Callable[[], None] = lambda: None
 
     def submit(self, prompt: bytes, *, streaming: bool = False) -> bytes:
         uid = secrets.token_bytes(16)
-        self.send(Submit(uid, RequestMeta(streaming=streaming, seed=1), prompt, b"", _PARAMS).to_frames())
+        self.send(
+            messages.Submit(uid, messages.RequestMeta(streaming=streaming, seed=1), prompt, b"", _PARAMS).to_frames()
+        )
         return uid
 
     def handle(self, head: list[object]) -> None:
@@ -152,7 +138,7 @@ class Engine(Peer):
     """
 
     def __init__(self, address: str, name: str, *, max_requests: int, answers: bool = True) -> None:
-        hello = Hello(
+        hello = messages.Hello(
             role=Role.ENGINE,
             name=name,
             incarnation=secrets.randbits(63),
@@ -176,7 +162,7 @@ class Engine(Peer):
         assert isinstance(uid, bytes)
         assert isinstance(route, int)
         if self._answers:
-            frames = Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames()
+            frames = messages.Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames()
             self.held[uid] = time.perf_counter() - arrived
             self.send(frames)
         else:
@@ -185,8 +171,8 @@ class Engine(Peer):
 
     def send_step(self, number: int) -> None:
         """One token for each request that is kept open, in one message."""
-        entries = [PartialEntry(uid, dispatch_id, number, 1) for dispatch_id, uid in self.open]
-        self.send(Partial(self.route, entries, _TOKEN * len(entries)).to_frames())
+        entries = [messages.PartialEntry(uid, dispatch_id, number, 1) for dispatch_id, uid in self.open]
+        self.send(messages.Partial(self.route, entries, _TOKEN * len(entries)).to_frames())
 
 
 class Bench:
@@ -212,7 +198,7 @@ class Bench:
         half = prompt_tokens // 2
         prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
         self.prompts = [
-            tokens_to_bytes(rng.choice(prefixes) + rng.choices(range(50_000), k=prompt_tokens - half))
+            messages.tokens_to_bytes(rng.choice(prefixes) + rng.choices(range(50_000), k=prompt_tokens - half))
             for _ in range(DISTINCT_PROMPTS)
         ]
 
@@ -267,7 +253,7 @@ async def sequential(bench: Bench) -> list[Figure]:
         await client.start()
         try:
             for number in range(min(bench.requests, SEQUENTIAL_REQUESTS)):
-                tokens = tokens_from_bytes(bench.prompt(number)).tolist()
+                tokens = messages.tokens_from_bytes(bench.prompt(number)).tolist()
                 begun = time.perf_counter()
                 await client.add_request(tokens, params)
                 latencies.append((time.perf_counter() - begun) * 1000)
@@ -381,7 +367,7 @@ async def partials(bench: Bench) -> list[Figure]:
         await done.wait()
         seconds, cpu = time.perf_counter() - begun, _cpu_seconds(bench.coordinator.pid) - before
         for uid in uids:
-            client.send(Abort(uid).to_frames())
+            client.send(messages.Abort(uid).to_frames())
     what = f"coordinator's CPU per partial, {STREAMS} streams a message"
     return [
         Figure("partials_per_second", "partials forwarded", steps * STREAMS / seconds, "1/s"),

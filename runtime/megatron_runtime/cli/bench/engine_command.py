@@ -15,8 +15,8 @@ import torch
 
 from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.cli.bench.report import COUNT, Counts, Figure, json_file, report
-from megatron_runtime.cli.options import Memory, readable_errors
+from megatron_runtime.cli.bench.report import Counts, Figure, json_file, report
+from megatron_runtime.cli.options import COUNT, Memory, readable_errors
 from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings

@@ -17,7 +17,6 @@ from rich.table import Table
 
 import megatron_runtime
 
-COUNT = click.IntRange(min=1)
 json_file = click.option(
     "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
 )

@@ -23,8 +23,8 @@ from megatron_runtime.cli.api_client import (
     connection_options,
     terminal_text,
 )
-from megatron_runtime.cli.bench.report import COUNT, Counts, Figure, json_file, percentile, report
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.bench.report import Counts, Figure, json_file, percentile, report
+from megatron_runtime.cli.options import COUNT, readable_errors
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
