@@ -19,44 +19,34 @@ from megatron_runtime.distributed.watch import StepProgress
 
 
 class Collectives(Protocol):
-    """What the ranks of one model exchange in a forward pass.
+    """What the ranks of one model exchange in a forward pass. The implementation here is that of a single rank.
 
     Every rank of a group calls the methods in the same order. A result may be the argument, changed in place.
     """
 
     def begin_layer(self, number: int) -> None:
         """The model's layer `number` begins. Marks the progress of this rank."""
+        return None
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The sum over the tensor ranks: after the attention's output, the down projection and the embedding."""
+        return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """logits_NV of all tensor ranks' parts of the vocabulary."""
-
-    def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
-        """x_AD, the tokens of all expert ranks: before the routed experts."""
-
-    def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
-        """y_TD, this rank's tokens summed over the expert ranks: after the routed experts."""
-
-
-class OneRank:
-    """Implements Collectives for a single rank: every method returns its argument."""
-
-    def begin_layer(self, number: int) -> None:
-        pass
-
-    def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
-        return x_TD
-
-    def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
         return logits_NW
 
     def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """x_AD, the tokens of all expert ranks: before the routed experts."""
         return x_TD
 
     def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
+        """y_TD, this rank's tokens summed over the expert ranks: after the routed experts."""
         return y_AD
+
+
+class OneRank(Collectives):
+    """A single rank: every method returns its argument."""
 
 
 class GroupError(RuntimeError):
