@@ -26,7 +26,7 @@ class Collectives(Protocol):
 
     def begin_layer(self, number: int) -> None:
         """The model's layer `number` begins. Marks the progress of this rank."""
-        return None
+        return
 
     def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The sum over the tensor ranks: after the attention's output, the down projection and the embedding."""
