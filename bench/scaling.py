@@ -29,7 +29,7 @@ from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.cli.bench.engine_load import memory_bandwidth
+from megatron_runtime.cli.bench.engine_command import memory_bandwidth
 from megatron_runtime.cli.bench.report import Counts, machine
 
 _PAGE = 16

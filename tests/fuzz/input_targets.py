@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, texts_of
+from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, texts_of
 from megatron_runtime.protocol.messages import MalformedMessageError, decode
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.options import readable_errors, transfer_bar
 
 
 @click.command()
@@ -63,25 +63,15 @@ def command(
 
 
 class _Bar:
-    """Implements Progress on the terminal; where there is none, a line every tenth of the way."""
+    """Implements Progress as a bar on a terminal, else as a line for every tenth of the download."""
 
     def __init__(self, what: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as SpeedColumn
 
         console = Console(stderr=True)
         self._what = what
         self._is_terminal = console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            SpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._is_terminal,
-        )
+        self._bar = transfer_bar(console=console, disable=not self._is_terminal)
         self._task = self._bar.add_task(what, total=None)
         self._size = self._done = self._tenths = 0
 

@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
-from megatron_runtime.distributed.identity import RankIdentity, rank_identity
-from megatron_runtime.distributed.shard import IndivisibleError
+from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, rank_identity
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 
 if TYPE_CHECKING:
     from megatron_runtime.backends.native.executor import Executor
-    from megatron_runtime.backends.native.ranked_executor import RankedExecutor
+    from megatron_runtime.backends.native.ranked.executor import RankedExecutor
     from megatron_runtime.backends.native.torch_executor import TorchExecutor
     from megatron_runtime.distributed.groups import Groups
     from megatron_runtime.engine.faults import Faults
@@ -98,7 +97,7 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
             f"an engine of {settings.parallel.world} ranks is scheduled by its rank 0: start it by `megatron engine`, "
             "which starts all ranks of one machine, or by torchrun"
         )
-    from megatron_runtime.backends.native.rank_start import lead
+    from megatron_runtime.backends.native.ranked.process import lead
 
     executor = lead(settings, identity, lambda groups: _torch(settings, controller, groups=groups, identity=identity))
     return LoadedEngine(DynamicInferenceEngine(executor, config), controller, ranks=executor, others=executor)
@@ -123,7 +122,7 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
 
     Raises RankError, and ValueError as build_engine() does.
     """
-    from megatron_runtime.backends.native.rank_start import follow
+    from megatron_runtime.backends.native.ranked.process import follow
 
     controller = TextGenerationController(None, partial(_load_tokenizer, settings.model))
     follow(settings, identity, lambda groups: _torch(settings, controller, groups=groups, identity=identity))

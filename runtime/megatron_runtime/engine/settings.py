@@ -38,7 +38,7 @@ class EngineSettings:
     threads:           torch threads of all ranks of this machine or pod together; None leaves torch's choice.
     parallel:          over how many ranks the engine is spread.
     rendezvous_seconds: how long ranks wait for each other at the start.
-    step_timeout_seconds: a step in which no rank gets on for so long ends an engine of several ranks.
+    step_timeout_seconds: a step in which no rank makes progress for so long ends an engine of several ranks.
     echo_step_seconds: how long a step of the echo executor takes.
     echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
     echo_faults:       what goes wrong in an echo engine; see faults.py.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.distributed.collectives import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives, OneRank
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.layers.embedding import Embedding

@@ -14,8 +14,7 @@ from click.testing import CliRunner
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.options import Memory
-from megatron_runtime.cli.process import PARENT_VARIABLE
-from megatron_runtime.cli.supervisor import Child, ChildFailedError, Supervisor
+from megatron_runtime.cli.processes import PARENT_VARIABLE, Child, ChildFailedError, Supervisor
 
 MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
 

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from soak import size
 
-from megatron_runtime.cli.api_client import ApiClient
-from megatron_runtime.cli.event_stream import (
+from megatron_runtime.cli.api_client import (
     MAX_ERROR_BYTES,
     MAX_EVENT_BYTES,
+    ApiClient,
     EventReader,
     StreamFormatError,
     terminal_text,

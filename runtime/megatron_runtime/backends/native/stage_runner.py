@@ -21,12 +21,6 @@ from megatron_runtime.models.layers.paged_attention import AttentionBatch
 Parts = list[tuple[Rows, StepResult]]
 
 
-def work_of(batch: MicroBatch, hidden_size: int) -> float:
-    """Of a layer, in tokens: to look back over `hidden_size` tokens costs about what a token does in the matrices."""
-    looks = (batch.plan.query_lengths.astype(float) * batch.plan.context_lengths).sum()
-    return sum(batch.tokens_of_experts) + float(looks) / hidden_size
-
-
 class StagedModel(PagedModel, Protocol):
     """A model in pieces, of which a pipeline stage has some."""
 
@@ -79,7 +73,7 @@ class StageRunner:
     def _run_one(self, batch: MicroBatch, cache_LPXE: torch.Tensor) -> StepResult | None:
         groups, shard = self.groups, self.groups.shard
         layout = lay_out(batch.plan, page_size=self.page_size, dtype=self.dtype, window=self.model.sliding_window)
-        groups.begin(batch.tokens_of_experts, work=work_of(batch, self.hidden_size))
+        groups.begin(batch.tokens_of_experts)
         if shard.has_embedding:
             x_TD = self.model.embed(layout.token_ids_T)
         else:

@@ -14,7 +14,7 @@ import torch
 from megatron_kernels.registry import Kernels
 from megatron_runtime.backends.native.cuda.mixture import DeviceMixture
 from megatron_runtime.backends.native.cuda.step_buffers import DeviceStep
-from megatron_runtime.distributed.collectives import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives, OneRank
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights, embed

@@ -14,7 +14,7 @@ import torch
 from megatron_runtime.backends.native.cuda.inference_wrapper import DeviceInferenceWrapper
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch, cut
-from megatron_runtime.backends.native.stage_runner import Parts, work_of
+from megatron_runtime.backends.native.stage_runner import Parts
 from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
 from megatron_runtime.distributed.groups import Groups
 
@@ -47,7 +47,7 @@ class DeviceStageRunner:
         ):
             size = self._graph_size(plan, batch)
             tokens = batch.tokens_of_experts if size is None else (size,) * shard.expert_size
-            self.groups.begin(tokens, work=work_of(batch, self.hidden_size))
+            self.groups.begin(tokens)
             result = self._run_one(batch, cache_LPXE, size=size)
             if result is not None and len(batch.rows):
                 parts.append((batch.rows, result))

@@ -1,10 +1,11 @@
-"""A step plan reaches another rank as it was, and its parts make the whole."""
+"""A step plan arrives at another rank unchanged, and the results of its parts make the whole."""
 
 from __future__ import annotations
 
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import msgpack
 import numpy as np
 import pytest
 from hypothesis import given
@@ -12,15 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.backends.native.ranked.micro_batches import cut, expert_of_rows, merge
-from megatron_runtime.backends.native.ranked.plan_codec import (
-    MalformedPlanError,
-    decode_plan,
-    decode_result,
-    encode_plan,
-    encode_result,
-    pack,
-    unpack,
-)
+from megatron_runtime.backends.native.ranked.plan_codec import MalformedPlanError, pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.log_probs import LogProbs
@@ -85,13 +78,13 @@ def assert_same(one: Any, other: Any) -> None:
 
 @given(plans())
 def test_a_plan_arrives_as_it_was_sent(plan: StepPlan) -> None:
-    assert_same(decode_plan(unpack(pack(encode_plan(plan)))), plan)
+    assert_same(unpack(pack(plan)), plan)
 
 
 def test_a_result_arrives_as_it_was_sent() -> None:
     found = LogProbs(np.ones(2, np.float32), np.zeros((2, 3), np.int32), np.full((2, 3), -1.5, np.float32))
     result = StepResult(np.array([4, -1], np.int32), {0: found}, {1: found})
-    assert_same(decode_result(unpack(pack(encode_result(result)))), result)
+    assert_same(unpack(pack(result)), result)
 
 
 def test_nothing_but_plain_values_and_numbers_travels() -> None:
@@ -101,6 +94,15 @@ def test_nothing_but_plain_values_and_numbers_travels() -> None:
         unpack(pack(np.zeros(2)).replace(b"<f8", b"|O8"))
     with pytest.raises(MalformedPlanError, match="no message between ranks"):
         unpack(b"\xc1")
+    with pytest.raises(MalformedPlanError, match="extension type 99 is unknown"):
+        unpack(msgpack.packb(msgpack.ExtType(99, b"")))
+    with pytest.raises(MalformedPlanError, match="zip"):  # fields are missing
+        unpack(msgpack.packb(msgpack.ExtType(3, pack([1, 2]))))
+    nested = b"\xc0"
+    for _ in range(9):
+        nested = msgpack.packb(msgpack.ExtType(3, nested))
+    with pytest.raises(MalformedPlanError, match="extensions contain each other"):
+        unpack(nested)
 
 
 @given(plans(), st.integers(1, 4), st.integers(1, 3))

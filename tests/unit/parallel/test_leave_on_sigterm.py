@@ -1,4 +1,4 @@
-"""A rank that is told to end says so, whatever it was doing when the signal came."""
+"""A rank that receives SIGTERM asks rank 0 to end the engine, whatever it does when the signal arrives."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ import pytest
 import zmq
 from eventually import LONG_SECONDS
 
-from megatron_runtime.backends.native.ranked.follower_channel import FollowerChannel
-from megatron_runtime.backends.native.ranked.plan_channel import Kind
+from megatron_runtime.backends.native.ranked.channel import FollowerChannel, Kind
 from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
-from megatron_runtime.distributed.step_progress import StepProgress
-from megatron_runtime.distributed.step_watch import StepWatch
+from megatron_runtime.distributed.watch import StepProgress
 
 
 @pytest.fixture
 def rank_0() -> Iterator[tuple[zmq.Socket[bytes], zmq.Socket[bytes]]]:
-    """Its ends: orders out, messages in."""
+    """The sockets of rank 0: orders out, messages in."""
     with zmq.Context() as context, context.socket(zmq.PUSH) as orders, context.socket(zmq.PULL) as messages:
         orders.bind("inproc://orders")
         messages.bind("inproc://messages")
@@ -31,14 +29,13 @@ def kind_of(messages: zmq.Socket[bytes]) -> Kind:
 
 
 @pytest.mark.timeout(60)
-def test_a_signal_amid_a_message_is_handed_on(rank_0: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
+def test_a_signal_while_a_message_is_sent_is_forwarded(rank_0: tuple[zmq.Socket[bytes], zmq.Socket[bytes]]) -> None:
     orders, messages = rank_0
     context = orders.context
     pull, push = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     pull.connect("inproc://orders")
     push.connect("inproc://messages")
-    watch = StepWatch(StepProgress(), step_timeout_seconds=60)
-    channel = FollowerChannel(1, pull=pull, push=push, watch=watch, on_lost=pytest.fail)
+    channel = FollowerChannel(1, pull=pull, push=push, progress=StepProgress(), on_lost=pytest.fail)
     orders.send_multipart([pack([int(Kind.WELCOME), 0, 0]), pack(None)])
     channel.start(timeout_seconds=20)
     before = signal.signal(signal.SIGUSR1, lambda *_: channel.leave())

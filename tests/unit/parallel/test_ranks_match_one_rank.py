@@ -1,4 +1,4 @@
-"""However an engine is spread over ranks, its answers are those of one rank."""
+"""The answers of an engine of several ranks are those of one rank, for every split."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SAMPLING: list[dict[str, Any]] = [
 ]
 
 
-def alone(model: str, told: dict[str, Any]) -> dict[int, Any]:
-    """What one rank answers."""
+def alone(model: str, options: dict[str, Any]) -> dict[int, Any]:
+    """The answers of one rank."""
     threads = torch.get_num_threads()
     executor = TorchExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
     executor.load()
     try:
-        return answers(executor, told)
+        return answers(executor, options)
     finally:
         torch.set_num_threads(threads)
 
@@ -62,13 +62,13 @@ def test_ranks_answer_as_one(
     kv_heads: int,
 ) -> None:
     model = llama(heads, kv_heads) if heads else mixtral
-    told = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
     held = model
     if tensor > 1 and tensor < tensor * pipeline * expert:  # what one rank wrote as a whole is read in other parts
         held = str(tmp_path / "megatron")
         convert(model, Path(held), to="torch_dist")
-    engine = start({**told, "model": held, "tensor": tensor, "pipeline": pipeline, "expert": expert})
-    expected, found = alone(model, told), engine.told()
+    engine = start({**options, "model": held, "tensor": tensor, "pipeline": pipeline, "expert": expert})
+    expected, found = alone(model, options), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)
     assert all(len(answer["tokens"]) == 12 for answer in found.values())
@@ -85,8 +85,8 @@ def test_ranks_that_run_as_on_gpus_answer_as_one(
 ) -> None:
     """All but NCCL, graphs and the kernels themselves: steps are padded as for graphs, and run launch by launch."""
     model = llama(9, 3) if tensor == 3 else llama(4, 2) if expert == 1 and pipeline > 1 else mixtral
-    told = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
-    engine = start({**told, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
-    expected, found = alone(model, told), engine.told()
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
+    expected, found = alone(model, options), engine.next_message()
     assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
     check_equal(found, expected)
