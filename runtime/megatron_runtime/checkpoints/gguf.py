@@ -23,15 +23,15 @@ from megatron_kernels.quantized import (
     QuantizedTensor,
     dequantize,
 )
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
 from megatron_runtime.models.families.base import Family, Fields
 from megatron_runtime.models.families.rope import scaling_of_factors
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 _FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}

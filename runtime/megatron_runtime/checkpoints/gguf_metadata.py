@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from megatron_runtime.checkpoints.model_files import ModelFile
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.source import ModelInMemory
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderModel, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES, config_from_hf
+from megatron_runtime.models.tensors import Part, TensorKind
 
 
 def model_in_memory(model: Any) -> ModelInMemory:

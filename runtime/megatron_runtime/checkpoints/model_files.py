@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 MAX_METADATA_BYTES = 16 << 20
 """Of config.json and the other small files."""

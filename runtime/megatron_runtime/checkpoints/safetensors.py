@@ -1,13 +1,16 @@
-"""Weights from a directory as transformers writes it: config.json and *.safetensors.
+"""Read and write model directories as transformers does: config.json and *.safetensors.
 
 A file is the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the other:
-https://github.com/huggingface/safetensors#format. Read here by hand, so that parts are taken straight from the mapping.
+https://github.com/huggingface/safetensors#format. The `safetensors` package is not used: it does not read parts of a
+tensor straight from a mapping, and it writes only files whose tensors are all in memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Container
+import struct
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +18,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
     MAX_INDEX_BYTES,
@@ -25,13 +27,20 @@ from megatron_runtime.checkpoints.model_files import (
     ModelFileError,
     parse_json,
 )
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WRITTEN = {dtype: name for name, dtype in _DTYPES.items()} | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_FILE_BYTES = 4 << 30
+_ALIGNMENT = 8
 _SIZE_BYTES = 8
 _MAX_AXES = 8
 _MAX_END_TOKENS = 1024
@@ -199,3 +208,66 @@ def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
 
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def write_safetensors(
+    kinds: Mapping[str, TensorKind],
+    directory: Path,
+    *,
+    read: Callable[[str], torch.Tensor],
+    written: Callable[[int], None],
+    file_bytes: int = _FILE_BYTES,
+) -> None:
+    """Write tensors to `directory`, one at a time: model.safetensors, or several files with an index.
+
+    kinds:      name, shape and type of each tensor, in the order of the file.
+    read:       returns the tensor of a name.
+    written:    called with the number of bytes of each tensor written.
+    file_bytes: a new file begins before a tensor that would make the file larger than this.
+    """
+    files = _split(kinds, file_bytes)
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    for name, own in zip(names, files, strict=True):
+        with (directory / name).open("wb") as file:
+            file.write(_header({key: kinds[key] for key in own}))
+            for key in own:
+                values = read(key).contiguous().view(-1).view(torch.uint8)
+                file.write(values.numpy().data)
+                written(values.numel())
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(num_bytes, kinds.values()))},
+            "weight_map": {key: name for name, own in zip(names, files, strict=True) for key in own},
+        }
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def num_bytes(kind: TensorKind) -> int:
+    """Return the size of a tensor's values in bytes."""
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def _split(kinds: Mapping[str, TensorKind], limit: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, kind in kinds.items():
+        own = num_bytes(kind)
+        if files[-1] and size + own > limit:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    return files
+
+
+def _header(kinds: Mapping[str, TensorKind]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, kind in kinds.items():
+        start, at = at, at + num_bytes(kind)
+        fields[name] = {"dtype": _WRITTEN[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

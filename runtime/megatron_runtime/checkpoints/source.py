@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)

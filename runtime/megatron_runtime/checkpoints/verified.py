@@ -10,8 +10,8 @@ import torch
 
 from megatron_kernels.cpu.examination import sum_and_finiteness
 from megatron_kernels.quantized import SCALES, QuantizedTensor
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, Part, TensorKind
 from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 Kinds = Mapping[str, TensorKind]
 

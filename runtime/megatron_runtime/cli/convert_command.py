@@ -36,6 +36,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
     from megatron_runtime.checkpoints.convert import DTYPES, convert
+    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
     columns = (
         TextColumn("{task.description}"),
@@ -52,6 +53,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
             to=to,  # type: ignore[arg-type]  # click.Choice allows only these
             dtype=DTYPES.get(dtype),
             replace=replace,
+            write_gguf_tokenizer=write_gguf_tokenizer,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     click.echo(f"{destination} holds the model as {to}")

@@ -8,6 +8,10 @@ from typing import Literal
 Activation = Literal["silu", "gelu_tanh"]
 
 
+class UnsupportedModelError(ValueError):
+    """The files are readable but hold a model that this runtime does not run. The message names the field or tensor."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Llama3Scaling:
     """Frequency scaling of Llama 3.1 (transformers `rope_type: llama3`)."""

@@ -1,15 +1,53 @@
-"""Which tensors a decoder has, by our own short names, and how large they are. No torch.
+"""The tensors of a decoder: names, shapes, and the Checkpoint protocol that reads them. Imports no torch.
 
-Names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
+Short names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_runtime.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_kernels.quantized import QuantizedTensor
+
 Shape = tuple[int, ...]
+Part = tuple[slice, ...]
+"""A part of a tensor: one slice per axis, of step 1; axes without a slice are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """dtype: of what read() returns; float32 for quantized tensors."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Checkpoint(Protocol):
+    """One set of weights in any file format. The constructor reads headers only and rejects truncated files."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        """Every tensor by its transformers name and in the transformers layout. Each expert has its own tensors."""
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        """Return a quantized matrix as it is stored, possibly a view of the file.
+
+        wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks.
+        """
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:

@@ -21,8 +21,8 @@ from urllib.parse import quote
 import httpx
 
 from megatron_runtime.checkpoints.model_files import UnsafeNameError, require_safe_name
-from megatron_runtime.checkpoints.quoting import escaped, shown
 from megatron_runtime.checkpoints.source import HUB_PREFIX
+from megatron_runtime.protocol.text import escaped, shown
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 MAX_LISTING_BYTES = 64 << 20

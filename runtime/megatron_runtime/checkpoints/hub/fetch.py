@@ -21,7 +21,7 @@ from typing import Any, Protocol
 from megatron_runtime.checkpoints.hub.api import HubApi, HubError, Listing, Reference, RemoteFile
 from megatron_runtime.checkpoints.hub.transfer import WrongContentError, check_file, fetch_file, patiently
 from megatron_runtime.checkpoints.model_files import require_safe_name
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 _OWN_PREFIX = ".megatron-"
 MANIFEST_FILE = ".megatron-manifest.json"

@@ -10,13 +10,9 @@ from pathlib import Path
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelDirectory
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError, SavedTensor, find_tensor
 from megatron_runtime.checkpoints.torch_dist.configuration import read_config
-from megatron_runtime.checkpoints.torch_dist.metadata import Chunk, TensorIndex, read_index
 from megatron_runtime.checkpoints.torch_dist.names import (
     HEAD,
     VOCABULARY_KEYS,
@@ -26,7 +22,18 @@ from megatron_runtime.checkpoints.torch_dist.names import (
     pieces,
     stored_tensors,
 )
+from megatron_runtime.checkpoints.torch_dist.saved_files import (
+    Chunk,
+    DamagedFileError,
+    SavedTensor,
+    TensorIndex,
+    find_tensor,
+    read_index,
+)
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _MAX_PLACES = 1 << 20

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.quoting import shown
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families.base import MAX_ALL_EXPERTS, Family, Fields
 from megatron_runtime.models.families.gemma import GEMMA3
 from megatron_runtime.models.families.llama import LLAMA, MISTRAL
 from megatron_runtime.models.families.mixtral import MIXTRAL
 from megatron_runtime.models.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megatron_runtime.models.families.rope import rope_of_gguf, rope_of_hf, rope_to_hf
+from megatron_runtime.protocol.text import shown
 
 FAMILIES: Mapping[str, Family] = {
     family.name: family for family in (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, GEMMA3)

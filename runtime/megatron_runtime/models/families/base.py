@@ -6,9 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.quoting import shown
-from megatron_runtime.models.config import ModelConfig, SlidingWindow
+from megatron_runtime.models.config import ModelConfig, SlidingWindow, UnsupportedModelError
+from megatron_runtime.protocol.text import shown
 
 Traits = dict[str, Any]
 """Fields of a ModelConfig that are not the same for all families."""

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families.base import (
     LLAMA_NAMES,
     QK_NORM_NAMES,

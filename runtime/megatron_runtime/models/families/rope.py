@@ -6,10 +6,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.quoting import shown
-from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling
+from megatron_runtime.models.config import LinearScaling, Llama3Scaling, ModelConfig, RopeScaling, UnsupportedModelError
 from megatron_runtime.models.families.base import Fields
+from megatron_runtime.protocol.text import shown
 
 _TOLERANCE = 1e-3
 """Of factors that were computed in float32."""

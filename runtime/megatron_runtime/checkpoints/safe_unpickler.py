@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, ClassVar
 
 from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES
-from megatron_runtime.checkpoints.quoting import escaped, shown
+from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
 """(module, name) as the pickle says -> what stands for it."""
