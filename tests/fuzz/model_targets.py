@@ -15,8 +15,8 @@ from hypothesis.strategies import SearchStrategy
 
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
-from megatron_runtime.checkpoints.hub.api import HubError, Reference, parse_listing
-from megatron_runtime.checkpoints.hub.fetch import choose
+from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
+from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, read_pickle

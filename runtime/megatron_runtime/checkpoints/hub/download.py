@@ -1,4 +1,9 @@
-"""A repository of the hub in a directory, with a manifest of what every file must be."""
+"""Fetch a repository of a hub: to a directory with a manifest of digests, or to the standard Hugging Face cache.
+
+The cache is that of huggingface_hub, which other programs on the machine share: `models--ORG--NAME/` has contents by
+digest in `blobs/`, links to them in `snapshots/COMMIT/`, and the commits of branches in `refs/`. Manifests and partial
+files of this program are in `.megatron/` beside them.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import fcntl
 import fnmatch
 import hashlib
 import json
+import logging
 import os
 import shutil
 import threading
@@ -13,26 +19,41 @@ import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron_runtime.checkpoints.hub.api import HubApi, HubError, Listing, Reference, RemoteFile
-from megatron_runtime.checkpoints.hub.transfer import WrongContentError, check_file, fetch_file, patiently
-from megatron_runtime.checkpoints.model_files import require_safe_name
+from megatron_runtime.checkpoints.hub import hf_home
+from megatron_runtime.checkpoints.hub.client import (
+    HubApi,
+    HubError,
+    Listing,
+    Reference,
+    RemoteFile,
+    WrongContentError,
+    check_file,
+    fetch_file,
+    patiently,
+    read_token,
+)
+from megatron_runtime.checkpoints.model_files import ModelDirectory, require_safe_name
 from megatron_runtime.protocol.text import shown
+
+_log = logging.getLogger(__name__)
 
 _OWN_PREFIX = ".megatron-"
 MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
+_COMPLETE_FILE = ".megatron-complete"
+"""Written to the cache after the last file: from then on the hub is not asked again for this commit."""
 _AT_ONCE = 4
-"""Files. One connection seldom fills a line."""
+"""Files. One connection seldom saturates the network."""
 
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
 _ALWAYS_LEFT_OUT = ("original/*", "onnx/*", "openvino/*", "coreml/*", ".git*", "*.md", "*.png", "*.jpg", "*.gif")
-TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +66,7 @@ class Manifest:
 
 
 class Progress(Protocol):
-    """What is told while files come."""
+    """Receives the progress of a download."""
 
     def begin(self, *, files: int, size: int) -> None: ...
 
@@ -58,59 +79,168 @@ class _Silent:
     def received(self, count: int) -> None: ...
 
 
+class _Logged:
+    """Implements Progress with a log line per tenth: an engine that fetches would look idle without them."""
+
+    def __init__(self, reference: Reference) -> None:
+        self._reference = reference
+        self._size = self._done = self._tenths = 0
+
+    def begin(self, *, files: int, size: int) -> None:
+        self._size = size
+        _log.info("fetching %s: %d files, %.1f GB", self._reference, files, size / 1e9)
+
+    def received(self, count: int) -> None:
+        self._done += count
+        tenths = self._done * 10 // max(self._size, 1)
+        if tenths > self._tenths:
+            self._tenths = tenths
+            _log.info("fetching %s: %d %% of %.1f GB", self._reference, tenths * 10, self._size / 1e9)
+
+
+def model_directory(model: str) -> Path:
+    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
+
+    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    """
+    return _snapshot(Reference.parse(model), tokenizer_only=False)
+
+
+def tokenizer_directory(model: str) -> Path:
+    """Return a directory with the tokenizer of `model`: of a repository with tokenizer.json no weights are fetched."""
+    return _snapshot(Reference.parse(model), tokenizer_only=True)
+
+
+def hub_cache() -> Path:
+    """Return the directory of the cache that huggingface_hub uses."""
+    return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub")
+
+
+def _snapshot(reference: Reference, *, tokenizer_only: bool) -> Path:
+    repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
+    branch = repository.directory(f"refs/{reference.revision}").path
+    with closing(HubApi(token=read_token())) as api:
+        listing = None if reference.commit else patiently(lambda: api.list(reference), wait=time.sleep)
+        commit = reference.revision if listing is None else listing.commit
+        directory, whole, part, blobs = (
+            repository.directory(name).path
+            for name in (f"snapshots/{commit}", f".megatron/{commit}", f".megatron/{commit}-tokenizer", "blobs")
+        )
+        for own in (whole, part) if tokenizer_only else (whole,):
+            if _is_complete(own, directory):
+                return directory
+        listing = listing or patiently(lambda: api.list(reference), wait=time.sleep)
+        has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
+        own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
+        progress = None if include else _Logged(reference)
+        _fetch(reference, _Place(directory, own, blobs), api, listing, include=include, progress=progress)
+    if not reference.commit:
+        branch.parent.mkdir(parents=True, exist_ok=True)
+        _write_own(branch, commit)
+    (own / _COMPLETE_FILE).touch()
+    return directory
+
+
+def _is_complete(own: Path, directory: Path) -> bool:
+    """Whether everything was fetched and is still there: other programs delete from the cache as well."""
+    manifest = read_manifest(own) if (own / _COMPLETE_FILE).is_file() else None
+    return manifest is not None and all((directory / name).is_file() for name in manifest.files)
+
+
 def fetch(
     reference: Reference,
     directory: Path,
     *,
     api: HubApi,
-    listing: Listing | None = None,
     include: Sequence[str] = (),
     progress: Progress | None = None,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    """Get the files of `reference` to `directory`; those that are there and right are not fetched again.
+    """Fetch the files of `reference` to `directory`; files that are there and right are not transferred again.
 
-    listing: of `reference`, where the caller has asked for it.
-    include: patterns of what to get; by default all but what the same weights are in other formats, and pictures.
-    wait:    lets a number of seconds pass.
+    include: patterns of file names; by default every file of a model except pictures and copies in other formats.
+    wait:    sleeps for a number of seconds.
 
     Raises HubError, HubUnavailableError, OSError.
     """
+    place = _Place(directory, directory)
+    return _fetch(reference, place, api, None, include=include, progress=progress, wait=wait)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where files go.
+
+    directory: has the files by their names.
+    own:       has manifest, lock and partial files.
+    blobs:     of a cache: has the contents by digest, and `directory` has links to them. None: no cache.
+    """
+
+    directory: Path
+    own: Path
+    blobs: Path | None = None
+
+    def content(self, file: RemoteFile) -> Path:
+        """Return the path of the content of `file`. Raises HubError if a link leads elsewhere."""
+        return _inside(self.directory, file.path) if self.blobs is None else _inside(self.blobs, file.digest)
+
+    def name(self, file: RemoteFile, fresh: Path) -> None:
+        """Link the name of `file` to its content, if this is a cache. fresh: a free path on the same file system."""
+        if self.blobs is not None:
+            path = _inside(self.directory, file.path)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.unlink(missing_ok=True)
+            fresh.symlink_to(os.path.relpath(self.blobs / file.digest, path.parent))
+            fresh.replace(path)
+
+
+def _fetch(
+    reference: Reference,
+    place: _Place,
+    api: HubApi,
+    listing: Listing | None,
+    *,
+    include: Sequence[str],
+    progress: Progress | None,
+    wait: Callable[[float], object] | None = None,
+) -> Manifest:
     told = progress or _Silent()
-    directory.mkdir(parents=True, exist_ok=True)
-    with _locked(directory):
+    place.own.mkdir(parents=True, exist_ok=True)
+    with _locked(place.own):
         listing = listing or patiently(lambda: api.list(reference), wait=wait or time.sleep)
         wanted = choose(listing.files, include)
         _require_apart(wanted, reference)
         if not wanted:
             raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
-        manifest = read_manifest(directory)
+        manifest = read_manifest(place.own)
         if manifest is not None and manifest.repository != listing.repository:
-            raise HubError(f"{directory} holds files of {manifest.repository}: name another directory for {reference}")
+            raise HubError(
+                f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
+            )
         known = manifest.files if manifest is not None else {}
-        missing = [file for file in wanted if not _is_there(file, directory, known)]
+        missing = [file for file in wanted if not _is_there(file, place.directory, known)]
         told.begin(files=len(wanted), size=sum(file.size for file in wanted))
         told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
-        _require_space(missing, directory)
+        _require_space([file for file in missing if not place.content(file).is_file()], place.own)
         held = {file.path: known[file.path] for file in wanted if file not in missing}
-        _Transfers(api, listing, directory, held=held, told=told, wait=wait).run(missing)
+        _Transfers(api, listing, place, held=held, told=told, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
-        _write_manifest(directory, found)
-        # What an earlier revision had and this one has not would be taken for a part of the model.
+        _write_manifest(place.own, found)
+        # A file of an earlier revision that this revision does not have would be taken for a part of the model.
         for name in set(known) - {file.path for file in listing.files}:
-            _inside(directory, name).unlink(missing_ok=True)
-        shutil.rmtree(directory / _PARTIAL_DIRECTORY, ignore_errors=True)
+            _inside(place.directory, name).unlink(missing_ok=True)
+        shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
         return found
 
 
 class _Transfers:
-    """Several files at once; the first that cannot be had ends all."""
+    """Transfers several files at a time; the first that fails ends all."""
 
     def __init__(
         self,
         api: HubApi,
         listing: Listing,
-        directory: Path,
+        place: _Place,
         *,
         held: dict[str, dict[str, Any]],
         told: Progress,
@@ -118,7 +248,7 @@ class _Transfers:
     ) -> None:
         self._api = api
         self._listing = listing
-        self._directory = directory
+        self._place = place
         self._held = held
         self._told = told
         self._stop = threading.Event()
@@ -137,15 +267,15 @@ class _Transfers:
                 raise
 
     def _get(self, file: RemoteFile) -> None:
-        target = _inside(self._directory, file.path)
+        target = self._place.content(file)
+        name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
+        partial = _inside(self._place.own, f"{_PARTIAL_DIRECTORY}/{name}")
+        for path in (partial, target):
+            path.parent.mkdir(parents=True, exist_ok=True)
         digest = check_file(file, target)
         if digest is not None:
             self._received(file.size)
         else:
-            name = hashlib.sha256(f"{file.path}\0{file.sha256 or file.blob}".encode()).hexdigest()[:40]
-            partial = _inside(self._directory, f"{_PARTIAL_DIRECTORY}/{name}")
-            for place in (partial, target):
-                place.parent.mkdir(parents=True, exist_ok=True)
             digest = fetch_file(
                 self._api,
                 self._listing,
@@ -155,10 +285,11 @@ class _Transfers:
                 received=self._received,
                 wait=self._wait,
             )
+        self._place.name(file, partial.with_suffix(".link"))
         with self._lock:
             self._held[file.path] = {"sha256": digest, "size": file.size}
-            # After every file, so that what is there needs no second look when this is run again.
-            _write_manifest(self._directory, Manifest(self._listing.repository, self._listing.commit, self._held))
+            # After every file, so that the next run need not read the files that are there.
+            _write_manifest(self._place.own, Manifest(self._listing.repository, self._listing.commit, self._held))
 
     def _received(self, count: int) -> None:
         if self._stop.is_set():
@@ -170,7 +301,7 @@ class _Transfers:
 def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
     """Read every file of a fetched directory again and compare it with the manifest.
 
-    Raises WrongContentError naming every file that is missing or changed, and HubError where there is no manifest.
+    Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
     """
     told = progress or _Silent()
     manifest = read_manifest(directory)
@@ -194,7 +325,7 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
 
 
 def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFile]:
-    """Those of `files` that a model needs, or that the patterns name; none that is called as our own are."""
+    """Return the files that a model needs, or that match the patterns; never one with the name of our own files."""
     files = [file for file in files if not _folded(file.path).startswith(_OWN_PREFIX)]
     if include:
         return [file for file in files if _matches(file, include)]
@@ -228,14 +359,14 @@ def _is_there(file: RemoteFile, directory: Path, known: dict[str, dict[str, Any]
     entry, path = known.get(file.path), _inside(directory, file.path)
     if entry is None or not path.is_file() or path.stat().st_size != file.size:
         return False
-    # Small files have no sha256 on the hub: they are looked at again.
+    # The hub knows no sha256 of small files: they are read again.
     return entry["sha256"] == file.sha256 if file.sha256 is not None else check_file(file, path) is not None
 
 
 def _inside(directory: Path, name: str) -> Path:
-    """Where `name` is in `directory`. Raises HubError if a link in it leads elsewhere."""
+    """Return the path of `name` in `directory`. Raises HubError if a link in it leads elsewhere."""
     path, root = directory / name, Path(os.path.realpath(directory))
-    # What a link is to is replaced, never written to: the directories before it count.
+    # Files are replaced, never written through a link: only the directories matter.
     if not Path(os.path.realpath(path.parent)).is_relative_to(root):
         raise HubError(
             f"{path.parent} is a link to {shown(os.path.realpath(path.parent))}, outside of {root}: nothing is written "
@@ -245,7 +376,7 @@ def _inside(directory: Path, name: str) -> Path:
 
 
 def _require_apart(files: Sequence[RemoteFile], reference: Reference) -> None:
-    """No two files are one where case does not count, and none is a directory of another. Raises HubError."""
+    """Raise HubError if two names differ by case only, or if a file is a directory of another."""
     names: dict[str, str] = {}
     for file in files:
         other = names.setdefault(_folded(file.path), file.path)
@@ -265,7 +396,7 @@ def _folded(name: str) -> str:
 
 
 def _open_own(path: Path, flags: int) -> int:
-    """One of our own files; a link in its place is not followed."""
+    """Open one of our own files; a link in its place is not followed."""
     return os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
@@ -277,17 +408,21 @@ def _require_space(missing: Sequence[RemoteFile], directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """One process at a time; the others wait and find everything there."""
+    """Hold the lock of a directory; other processes wait and then find the files."""
     with os.fdopen(_open_own(directory / _LOCK_FILE, 0), "w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    fresh = directory / f"{MANIFEST_FILE}.new"
+    _write_own(directory / MANIFEST_FILE, json.dumps(asdict(manifest), indent=2) + "\n")
+
+
+def _write_own(path: Path, text: str) -> None:
+    fresh = path.with_name(f"{path.name}.new")
     with os.fdopen(_open_own(fresh, os.O_TRUNC), "w") as file:
-        file.write(json.dumps(asdict(manifest), indent=2) + "\n")
-    os.replace(fresh, directory / MANIFEST_FILE)
+        file.write(text)
+    os.replace(fresh, path)
 
 
 def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
