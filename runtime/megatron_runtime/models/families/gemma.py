@@ -1,7 +1,7 @@
-"""Gemma 3, its text model (Gemma Team 2025, arXiv:2503.19786).
+"""The text model of Gemma 3 (Gemma Team 2025, arXiv:2503.19786).
 
-Norms before and after each block, weights of norms stored less one, scaled embeddings, and of every six layers five
-that see a window of tokens only, with rotary frequencies of their own.
+It has norms before and after each block, whose weights are stored minus one, and scaled embeddings. Five of every six
+layers have a sliding window and their own rotary frequencies.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from megatron_runtime.models.families.base import (
     Fields,
     Traits,
     layer_types,
+    rope_to_hf,
     sliding_traits,
 )
-from megatron_runtime.models.families.rope import rope_to_hf
 
 _LOCAL_THETA = 10_000.0
 _PERIOD = 6
