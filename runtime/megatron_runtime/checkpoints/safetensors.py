@@ -47,7 +47,7 @@ _MAX_END_TOKENS = 1024
 
 
 class SafetensorsFormatError(ValueError):
-    """A file is damaged or not of this format. The message names it and what is wrong."""
+    """A file is damaged or not of this format. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class _Entry:
 
 
 class SafetensorsCheckpoint:
-    """A model in a directory. Making one reads config.json and the headers of all files."""
+    """Implements Checkpoint for a directory. The constructor reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -68,12 +68,12 @@ class SafetensorsCheckpoint:
             self._add_file(file)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """A view of the file, of the stored type."""
+        """Return a view of the file, of the stored type."""
         kind, entry = self.kinds[name], self._entries[name]
         if not entry.size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
         data = entry.file.piece(entry.offset, entry.size)
-        # A tensor may begin anywhere, its values need an address that is a multiple of their size.
+        # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
@@ -94,7 +94,7 @@ class SafetensorsCheckpoint:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration in a directory's config.json and generation_config.json.
+    """Return the configuration in config.json and generation_config.json of a directory.
 
     Raises UnsupportedModelError, SafetensorsFormatError, ModelFileError, OSError.
     """
@@ -115,7 +115,7 @@ def _read_json(file: ModelFile, *, lists_tensors: bool = False) -> dict[str, Any
 
 
 def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json knows every token that ends an answer; config.json often only one."""
+    """Return the tokens that end an answer: generation_config.json has all of them, config.json often only one."""
     file = directory.file("generation_config.json")
     generation = _read_json(file) if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))
@@ -128,7 +128,7 @@ def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int,
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Those that the index names; all, where there is no index."""
+    """Return the files that the index names; all .safetensors files if there is no index."""
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
@@ -147,7 +147,7 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
 
 
 def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Type, shape, first byte and the byte after the last, of each tensor."""
+    """Return type, shape, first byte and end of each tensor."""
     path = found.path
     with found.open() as file:
         size = os.fstat(file.fileno()).st_size
@@ -171,7 +171,7 @@ def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
 def _place(
     name: str, entry: object, *, begin: int, size: int, path: Path
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """What the header says of one tensor, compared with the size of the file. begin: where tensors begin."""
+    """Return one entry of the header, checked against the size of the file. begin: first byte of the tensors."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     kind, extents, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (isinstance(kind, str) and _are_sizes(extents, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
@@ -198,7 +198,7 @@ def _place(
 
 
 def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of at most `most` whole numbers of 63 bits."""
+    """Return whether `values` is a list of at most `most` whole numbers of 63 bits."""
     return (
         isinstance(values, list)
         and len(values) <= most

@@ -51,7 +51,7 @@ class Checkpoint(Protocol):
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the model."""
+    """Return the shape of every tensor of the model, by short name."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, Shape] = {"embedding": table, "norm": (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -62,7 +62,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """Every tensor of one layer."""
+    """Return the shape of every tensor of one layer, by short name without the layer."""
     hidden, size = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
     shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,), "output": (hidden, rows["q"])}
@@ -83,12 +83,12 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values of all tensors."""
+    """Return the number of values of all tensors."""
     return sum(map(prod, tensor_shapes(config).values()))
 
 
 def num_expert_parameters(config: ModelConfig) -> int:
-    """Values of the experts alone, which expert ranks share."""
+    """Return the number of values of the experts, which are divided among expert ranks."""
     moe = config.moe
     if moe is None:
         return 0

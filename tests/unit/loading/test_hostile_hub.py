@@ -14,13 +14,13 @@ from small_hub import SmallHub
 
 from megatron_runtime.checkpoints.hub import client as hub_api
 from megatron_runtime.checkpoints.hub.client import (
+    FileTransfer,
     HubApi,
     HubError,
     HubUnavailableError,
     Listing,
     Reference,
     RemoteFile,
-    fetch_file,
     parse_listing,
 )
 from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, fetch, model_directory
@@ -337,16 +337,16 @@ def test_a_connection_that_trickles_is_broken_off(tmp_path: Path) -> None:
     api = _Trickling()
     now = itertools.count(step=1.0)
     with pytest.raises(HubUnavailableError, match="came at 60 bytes in 60 s"):
-        fetch_file(
-            api,
-            Listing("org/name", "c" * 40, (file,)),
-            file,
+        FileTransfer(
+            api=api,
+            listing=Listing("org/name", "c" * 40, (file,)),
+            file=file,
             target=tmp_path / "model.safetensors",
             partial=tmp_path / "partial",
             received=lambda count: None,
             wait=lambda seconds: None,
             clock=lambda: next(now),
-        )
+        ).run()
     assert api.opened == 6
 
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 from urllib.parse import quote
 
 import httpx
@@ -313,42 +313,86 @@ def _skipping(pieces: Iterator[bytes], skip: int) -> Iterator[bytes]:
 # --- one file ---
 
 
-def fetch_file(
-    api: HubApi,
-    listing: Listing,
-    file: RemoteFile,
-    *,
-    target: Path,
-    partial: Path,
-    received: Callable[[int], None],
-    wait: Callable[[float], object] = time.sleep,
-    clock: Callable[[], float] = time.monotonic,
-) -> str:
-    """Transfer `file` to `target` and return its sha256. A file with the wrong content is transferred once more.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileTransfer:
+    """The transfer of one file.
 
     target, partial: in directories that exist.
     partial:  holds the bytes received so far; bytes of an earlier process are not transferred again.
     received: called with the number of bytes of each piece, earlier ones included; negative when they were wrong.
     wait:     sleeps for a number of seconds.
     clock:    in seconds.
-
-    Raises HubError, WrongContentError, and HubUnavailableError after the last attempt.
     """
-    content = _Content(file)
-    for kept in (True, False):
-        received(content.read(partial) if kept else 0)
-        _append(api, listing, file, partial=partial, content=content, received=received, wait=wait, clock=clock)
-        if content.is_right:
-            partial.replace(target)
-            return content.sha256
-        partial.unlink()
-        received(-content.size)
-        wrong, content = content, _Content(file)
-        _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
-    raise WrongContentError(
-        f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, the hub says "
-        f"{file.digest}: something between here and the hub changes it"
-    )
+
+    api: HubApi
+    listing: Listing
+    file: RemoteFile
+    target: Path
+    partial: Path
+    received: Callable[[int], None]
+    wait: Callable[[float], object] = time.sleep
+    clock: Callable[[], float] = time.monotonic
+
+    def run(self) -> str:
+        """Transfer the file and return its sha256. A file with the wrong content is transferred once more.
+
+        Raises HubError, WrongContentError, and HubUnavailableError after the last attempt.
+        """
+        file, content = self.file, _Content(self.file)
+        for kept in (True, False):
+            self.received(content.read(self.partial) if kept else 0)
+            self._append(content)
+            if content.is_right:
+                self.partial.replace(self.target)
+                return content.sha256
+            self.partial.unlink()
+            self.received(-content.size)
+            wrong, content = content, _Content(file)
+            _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
+        raise WrongContentError(
+            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice with digest {wrong.digest}, "
+            f"the hub says {file.digest}: something between here and the hub changes it"
+        )
+
+    def _append(self, content: _Content) -> None:
+        """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
+        file, failures = self.file, 0
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with os.fdopen(os.open(self.partial, flags, 0o644), "ab", 0) as out:
+            while content.size < file.size:
+                before = content.size
+                try:
+                    self._receive(content, out)
+                except HubUnavailableError as error:
+                    gained = content.size - before
+                    failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
+                    if failures >= _ATTEMPTS:
+                        raise HubUnavailableError(
+                            f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to "
+                            "go on"
+                        ) from error
+                    _pause(error, failures, self.wait)
+            # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
+            os.fsync(out.fileno())
+
+    def _receive(self, content: _Content, out: BinaryIO) -> None:
+        """Write what one connection brings."""
+        file, since, arrived = self.file, self.clock(), 0
+        with self.api.open(self.listing, file, start=content.size) as pieces:
+            for piece in pieces:
+                out.write(piece)
+                content.add(piece)
+                self.received(len(piece))
+                if content.size > file.size:
+                    return
+                arrived += len(piece)
+                passed = self.clock() - since
+                if passed >= _PACE_SECONDS:
+                    if arrived < _LEAST_BYTES:
+                        raise HubUnavailableError(f"{file.path} came at {arrived} bytes in {passed:.0f} s")
+                    since, arrived = self.clock(), 0
+        if content.size < file.size:
+            raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
 
 
 def check_file(file: RemoteFile, path: Path) -> str | None:
@@ -399,51 +443,6 @@ class _Content:
     @property
     def is_right(self) -> bool:
         return self.size == self._file.size and self.digest == self._file.digest
-
-
-def _append(
-    api: HubApi,
-    listing: Listing,
-    file: RemoteFile,
-    *,
-    partial: Path,
-    content: _Content,
-    received: Callable[[int], None],
-    wait: Callable[[float], object],
-    clock: Callable[[], float],
-) -> None:
-    """Write to `partial` until it has the size of `file`. Writes are unbuffered, so a killed process loses nothing."""
-    failures = 0
-    with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o644), "ab", 0) as out:
-        while content.size < file.size:
-            before = content.size
-            since, arrived = clock(), 0
-            try:
-                with api.open(listing, file, start=content.size) as pieces:
-                    for piece in pieces:
-                        out.write(piece)
-                        content.add(piece)
-                        received(len(piece))
-                        if content.size > file.size:
-                            return
-                        arrived += len(piece)
-                        passed = clock() - since
-                        if passed >= _PACE_SECONDS:
-                            if arrived < _LEAST_BYTES:
-                                raise HubUnavailableError(f"{file.path} came at {arrived} bytes in {passed:.0f} s")
-                            since, arrived = clock(), 0
-                if content.size < file.size:
-                    raise HubUnavailableError(f"{file.path} ended after {content.size} of {file.size} bytes")
-            except HubUnavailableError as error:
-                gained = content.size - before
-                failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
-                if failures >= _ATTEMPTS:
-                    raise HubUnavailableError(
-                        f"{error}; {content.size} of {file.size} bytes of {file.path} are here: run this again to go on"
-                    ) from error
-                _pause(error, failures, wait)
-        # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
-        os.fsync(out.fileno())
 
 
 def patiently(ask: Callable[[], _Answer], *, wait: Callable[[float], object]) -> _Answer:

@@ -20,12 +20,13 @@ import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron_runtime.checkpoints.hub import hf_home
 from megatron_runtime.checkpoints.hub.client import (
+    FileTransfer,
     HubApi,
     HubError,
     Listing,
@@ -33,7 +34,6 @@ from megatron_runtime.checkpoints.hub.client import (
     RemoteFile,
     WrongContentError,
     check_file,
-    fetch_file,
     patiently,
     read_token,
 )
@@ -223,7 +223,7 @@ def _fetch(
         told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
         _require_space([file for file in missing if not place.content(file).is_file()], place.own)
         held = {file.path: known[file.path] for file in wanted if file not in missing}
-        _Transfers(api, listing, place, held=held, told=told, wait=wait).run(missing)
+        _Transfers(api=api, listing=listing, place=place, held=held, told=told, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
         _write_manifest(place.own, found)
         # A file of an earlier revision that this revision does not have would be taken for a part of the model.
@@ -233,27 +233,18 @@ def _fetch(
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Transfers:
-    """Transfers several files at a time; the first that fails ends all."""
+    """Transfers several files at a time; the first that fails ends all. held: sha256 and size by path, so far."""
 
-    def __init__(
-        self,
-        api: HubApi,
-        listing: Listing,
-        place: _Place,
-        *,
-        held: dict[str, dict[str, Any]],
-        told: Progress,
-        wait: Callable[[float], object] | None,
-    ) -> None:
-        self._api = api
-        self._listing = listing
-        self._place = place
-        self._held = held
-        self._told = told
-        self._stop = threading.Event()
-        self._wait = wait or self._stop.wait
-        self._lock = threading.Lock()
+    api: HubApi
+    listing: Listing
+    place: _Place
+    held: dict[str, dict[str, Any]]
+    told: Progress
+    wait: Callable[[float], object] | None
+    stop: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def run(self, files: Sequence[RemoteFile]) -> None:
         with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="fetch") as pool:
@@ -262,40 +253,41 @@ class _Transfers:
                 for transfer in as_completed(transfers):
                     transfer.result()
             except BaseException:
-                self._stop.set()
+                self.stop.set()
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
     def _get(self, file: RemoteFile) -> None:
-        target = self._place.content(file)
+        target = self.place.content(file)
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
-        partial = _inside(self._place.own, f"{_PARTIAL_DIRECTORY}/{name}")
+        partial = _inside(self.place.own, f"{_PARTIAL_DIRECTORY}/{name}")
         for path in (partial, target):
             path.parent.mkdir(parents=True, exist_ok=True)
         digest = check_file(file, target)
         if digest is not None:
             self._received(file.size)
         else:
-            digest = fetch_file(
-                self._api,
-                self._listing,
-                file,
+            transfer = FileTransfer(
+                api=self.api,
+                listing=self.listing,
+                file=file,
                 target=target,
                 partial=partial,
                 received=self._received,
-                wait=self._wait,
+                wait=self.wait or self.stop.wait,
             )
-        self._place.name(file, partial.with_suffix(".link"))
-        with self._lock:
-            self._held[file.path] = {"sha256": digest, "size": file.size}
+            digest = transfer.run()
+        self.place.name(file, partial.with_suffix(".link"))
+        with self.lock:
+            self.held[file.path] = {"sha256": digest, "size": file.size}
             # After every file, so that the next run need not read the files that are there.
-            _write_manifest(self._place.own, Manifest(self._listing.repository, self._listing.commit, self._held))
+            _write_manifest(self.place.own, Manifest(self.listing.repository, self.listing.commit, self.held))
 
     def _received(self, count: int) -> None:
-        if self._stop.is_set():
+        if self.stop.is_set():
             raise HubError("another file cannot be had")
-        with self._lock:
-            self._told.received(count)
+        with self.lock:
+            self.told.received(count)
 
 
 def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:

@@ -1,4 +1,4 @@
-"""A Megatron-Core checkpoint as a Checkpoint: any part of any tensor of the model, straight from the mapped files."""
+"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from megatron_runtime.protocol.text import escaped, shown
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _MAX_PLACES = 1 << 20
-"""Places of one stored tensor that its chunks fill, counted for each chunk."""
+"""Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
 _TRAINING_SUFFIXES = ("._extra_state",)
 
 
 class TorchDistCheckpoint:
-    """Implements Checkpoint. Making one reads the index and refuses tensors that are missing, too many or misshapen.
+    """Implements Checkpoint. The constructor reads the index and rejects missing, unknown and misshapen tensors.
 
     directory: has `.metadata`.
 
@@ -57,7 +57,7 @@ class TorchDistCheckpoint:
         self.config = read_config(directory)
         stored = stored_tensors(self.config, layout)
         if self.config.tie_embeddings:
-            # Some write a tied head out.
+            # Some programs save a tied head as well.
             weights.discard(layout.prefix + HEAD)
         _require_fit(stored, index, weights, directory)
         hf_name = FAMILIES[self.config.family].hf_name
@@ -70,7 +70,7 @@ class TorchDistCheckpoint:
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """The tensor, or the part of it, in memory of its own."""
+        """Return a copy of the tensor, or of a part of it."""
         piece, dtype = self._pieces[name], self.kinds[name].dtype
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
         rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
@@ -86,11 +86,11 @@ class TorchDistCheckpoint:
         return None
 
     def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
-        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return how many."""
+        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return the number of bytes."""
         filled = at = 0
         size = out.shape[1] // len(columns) if columns else 0
         for first, count in piece.rows:
-            # This run of the piece's rows begins `shift` further down in the stored tensor.
+            # In the stored tensor, this run of the piece's rows begins `shift` rows later.
             shift, own = first - at, _overlap(rows, range(at, at + count))
             at += count
             for cell in self._cells[piece.key].at(piece.index) if own else ():
@@ -116,7 +116,7 @@ class TorchDistCheckpoint:
         return self._files[name]
 
     def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
-        """The bytes of a chunk at one place of the axes before its rows."""
+        """Return the bytes of a chunk at one index of the leading axes."""
         chunk = cell.chunk
         file = self._file(chunk.file)
         path = file.file.path
@@ -141,7 +141,7 @@ def _overlap(one: range, other: range) -> range:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What a chunk holds at each of its places on the axes before the rows. A vector has one column."""
+    """The part of a chunk at one index of the leading axes. A vector has one column."""
 
     rows: range
     columns: range
@@ -150,7 +150,7 @@ class _Cell:
 
 
 class _Cells:
-    """A stored tensor's cells by place; a chunk that spans several places is at each."""
+    """The cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
 
     def __init__(self, index: TensorIndex, *, axes: int) -> None:
         self._by_place: dict[tuple[int, ...], list[_Cell]] = {}

@@ -39,13 +39,13 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "window_size": (None,),
     "mtp_num_layers": (None, 0),
 }
-"""Arguments that change what the model computes, with the values that are supported where an argument is given."""
+"""Arguments that change the model's computation, with their supported values."""
 
 _NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """config.json, in the directory of the checkpoint or the one above, is believed before the arguments.
+    """Return the configuration: config.json in the directory or the one above takes precedence over arguments.
 
     Raises UnsupportedModelError, UnsafePickleError, DamagedFileError.
     """
@@ -62,11 +62,11 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_arguments(common: ModelFile) -> dict[str, Any]:
-    """The arguments in a common.pt that are plain values; all else in it is passed over, and nothing of it is run."""
+    """Return the arguments in a common.pt that are plain values. The rest is ignored, and no code is run."""
     path = common.path
     with common.open() as file, saved_archive(file, where=str(path)) as archive:
         pickled = archive.pickle()
-    # The arguments of a training name classes of whatever it was run with; none of them is needed, none is imported.
+    # The arguments of a training name classes of arbitrary packages. None is needed, and none is imported.
     found = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
     )
@@ -77,7 +77,7 @@ def read_arguments(common: ModelFile) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """A scalar, or a flat list of scalars: nested ones could have more values than memory."""
+    """Return whether it is a scalar or a flat list of scalars: nested lists could exceed the memory."""
     if isinstance(value, list | tuple):
         return all(map(_is_scalar, value))
     return _is_scalar(value)
@@ -90,7 +90,7 @@ def _is_scalar(value: Any) -> bool:
 
 
 def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """The fields of config.json for a model trained with `arguments`.
+    """Return the fields of config.json for a model trained with `arguments`.
 
     Raises UnsupportedModelError naming the argument, its value and what is supported.
     """
@@ -132,7 +132,7 @@ def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any
 
 
 def arguments_of(config: ModelConfig) -> Namespace:
-    """What Megatron-LM would have been called with. Raises UnsupportedModelError for a model that it has not."""
+    """Return the arguments of Megatron-LM for a model. Raises UnsupportedModelError if it cannot describe the model."""
     if config.output_norms or config.norm_weight_offset or config.sliding is not None or config.activation != "silu":
         raise UnsupportedModelError(
             f"a model of family {config.family!r} with a sliding window, norms after its blocks or another activation "
@@ -187,7 +187,7 @@ def arguments_of(config: ModelConfig) -> Namespace:
 
 
 _LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Megatron's `use_rope_scaling` has these built in."""
+"""Constants of Megatron's `use_rope_scaling`."""
 
 
 def _is_llama31(scaling: Llama3Scaling) -> bool:

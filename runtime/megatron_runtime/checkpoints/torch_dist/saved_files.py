@@ -33,11 +33,11 @@ from megatron_runtime.protocol.text import shown
 METADATA_FILE = ".metadata"
 
 _KNOWN_PACKAGES = ("torch", "megatron", "pathlib", "collections", "io", "_io", "numpy")
-"""What savers keep of their own in the index does nothing here; a name from anywhere else is refused."""
+"""Objects of these packages in the index do nothing here; any other name is rejected."""
 
 _LOCAL_HEADER_BYTES = 30
 _LENGTHS_AT = 26
-"""Of name and extra field, in the header before an entry of a zip file."""
+"""Position of the lengths of name and extra field in the header of an entry of a zip file."""
 
 _STORAGES = {
     f"{name}Storage": dtype
@@ -69,16 +69,16 @@ _ZIP_ERRORS = (
     RuntimeError,
     OverflowError,
 )
-"""What the standard library says of a damaged archive."""
+"""Errors that the standard library raises for a damaged archive."""
 
 
 class DamagedFileError(ValueError):
-    """A file of the checkpoint is cut short or not what its index says. The message names it and what is wrong."""
+    """A file of the checkpoint is cut short or contradicts the index. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedTensor:
-    """Where the values of a tensor lie. `at`: byte where its storage begins; offset and strides count values."""
+    """The place of a tensor in a file. at: first byte of its storage; offset and strides count values."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -87,9 +87,9 @@ class SavedTensor:
     at: int
 
     def bytes_in(self, file: MappedFile) -> torch.Tensor:
-        """Its values as bytes: a view of the file where they lie in order there. The last axis counts bytes.
+        """Return the values as bytes, a view of the file if they are contiguous there. The last axis counts bytes.
 
-        The address of a value in a file need not be a multiple of its size, so only bytes may be looked at there.
+        The address of a value in a file need not be a multiple of its size, hence bytes.
         """
         size = self.dtype.itemsize
         if self._in_order:
@@ -112,14 +112,14 @@ class SavedTensor:
 
 @dataclass(frozen=True, slots=True)
 class SavedArchive:
-    """What torch.save() wrote. prefix: of the names of its entries."""
+    """A file that torch.save() wrote. prefix: of the names of its entries."""
 
     file: zipfile.ZipFile
     prefix: str
     where: str
 
     def pickle(self) -> io.BytesIO:
-        """Raises DamagedFileError for one that is larger than any index."""
+        """Return the pickle in the archive. Raises DamagedFileError if it is compressed or larger than any index."""
         entry = self.file.getinfo(f"{self.prefix}data.pkl")
         if entry.compress_type != zipfile.ZIP_STORED:
             raise DamagedFileError(f"{self.where} is compressed: save the checkpoint without compression")
@@ -132,7 +132,7 @@ class SavedArchive:
 
 @contextmanager
 def saved_archive(file: IO[bytes] | _Window, *, where: str) -> Iterator[SavedArchive]:
-    """What torch.save() wrote, in a file that can be sought. Raises DamagedFileError, also for the block."""
+    """Yield the archive that torch.save() wrote to a seekable file. Raises DamagedFileError, also from the block."""
     try:
         _require_small_directory(file, where)
         with zipfile.ZipFile(file) as archive:
@@ -149,7 +149,7 @@ def saved_archive(file: IO[bytes] | _Window, *, where: str) -> Iterator[SavedArc
 
 
 def _require_small_directory(file: IO[bytes] | _Window, where: str) -> None:
-    """The library reads the directory of an archive as a whole, as large as the archive says it is."""
+    """Limit the directory of an archive: zipfile reads it as a whole, with the size that the archive states."""
     end = zipfile._EndRecData(file)  # type: ignore[attr-defined]
     if end is not None and end[zipfile._ECD_SIZE] > MAX_METADATA_BYTES:  # type: ignore[attr-defined]
         raise DamagedFileError(
@@ -160,7 +160,7 @@ def _require_small_directory(file: IO[bytes] | _Window, where: str) -> None:
 
 
 def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
-    """Return where the tensor in the `length` bytes from `offset` is. Raises DamagedFileError, UnsafePickleError."""
+    """Return the tensor in the `length` bytes from `offset`. Raises DamagedFileError, UnsafePickleError."""
     where = f"{stored.path} at byte {offset}"
     with stored.open() as file, saved_archive(_Window(file, offset, length), where=where) as archive:
         found = read_pickle(archive.pickle(), where=where, trusted=_TRUSTED_IN_TENSORS, persistent=_Storage.of_id)
@@ -188,7 +188,7 @@ def find_tensor(stored: ModelFile, *, offset: int, length: int) -> SavedTensor:
 
 
 def _span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Values from the first to the last."""
+    """Return the number of values from the first to the last."""
     return 1 + sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True))
 
 
@@ -253,7 +253,7 @@ _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
 
 
 class _Window(io.RawIOBase):
-    """A part of a file, as a file."""
+    """A part of a file as a file."""
 
     def __init__(self, file: BinaryIO, offset: int, length: int) -> None:
         self._file = file
@@ -291,7 +291,7 @@ class _Window(io.RawIOBase):
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A box of a tensor, as a range of each axis, and where it lies."""
+    """A box of a tensor, as one range per axis, and its place in a file."""
 
     box: tuple[range, ...]
     file: str
@@ -301,7 +301,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class TensorIndex:
-    """A tensor of the files: its whole shape, and the chunks it is made of."""
+    """A stored tensor: its whole shape, and its chunks."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -309,10 +309,10 @@ class TensorIndex:
 
 
 def read_index(directory: Path) -> dict[str, TensorIndex]:
-    """Every tensor in `directory`, by key.
+    """Return every tensor in `directory`, by key.
 
-    Raises UnsafePickleError, and DamagedFileError where the index contradicts itself or the files, before any of them
-    is opened: a file that is missing or cut short, a tensor of which a part is nowhere.
+    Raises UnsafePickleError, and DamagedFileError if a file is missing or cut short, or if a part of a tensor is in no
+    file. No file is opened before these checks.
     """
     place, path = ModelDirectory(directory), directory / METADATA_FILE
     index_file = place.file(METADATA_FILE)
@@ -383,14 +383,14 @@ def _places(found: _Metadata, path: Path) -> dict[tuple[str, str], _Place]:
                 "save it plainly"
             )
         _require_inside(place.relative_path, path)
-        # Extents of 63 bits, not both of which can be as large: the sum is compared with the size of a file.
+        # Both have at most 63 bits; their sum is compared with the size of the file.
         size_of((place.offset, place.length))
         places[_place_key(where.fqn, size_of(where.offset or ()))] = place
     return places
 
 
 def _place_key(name: str, start: tuple[int, ...]) -> tuple[str, str]:
-    """Of strings, whose hashes a file cannot know: those of integers can be made to collide."""
+    """Return a key of strings: a file could make the hashes of integers collide, but not those of strings."""
     return name, ",".join(map(str, start))
 
 
@@ -415,7 +415,7 @@ def _require_files(directory: ModelDirectory, sizes: Mapping[str, int]) -> None:
 
 
 class _Record:
-    """Stands for a class of torch's that is nothing but its attributes; they come with the pickle."""
+    """Replaces a class of torch that has only attributes; the pickle sets them."""
 
     def __init__(self, *_: object) -> None: ...
 
@@ -442,7 +442,7 @@ class _Place(_Record):
 
 
 class _Properties:
-    """Of a tensor. What follows its type says where and how it lay in memory."""
+    """Replaces the properties of a tensor. Only the type is needed."""
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
@@ -464,7 +464,7 @@ _TRUSTED_IN_INDEX: dict[tuple[str, str], Any] = {
     (_MODULE, "ChunkStorageMetadata"): _ChunkEntry,
     (_MODULE, "TensorProperties"): _Properties,
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _Place,
-    # Where older releases had it.
+    # The module of older releases.
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties"): _Properties,
     **{("torch", name): dtype for name, dtype in DTYPES.items()},
 }

@@ -28,7 +28,7 @@ _COMMON_FORMAT = {"common_backend": "torch", "common_backend_version": 1}
 _CHECKPOINT_VERSION = 3.0
 _DCP_VERSION = "1.0.0"
 _FILE_BYTES = 4 << 30
-"""A new file is begun once one is this large."""
+"""A new file begins when a file has this size."""
 
 
 def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:
@@ -92,7 +92,7 @@ class _Writer:
         """Write the box of tensor `key` that begins at `start`. shape: of the whole tensor."""
         file = self._open()
         offset = file.tell()
-        # A view would be saved with all the storage it is cut from.
+        # torch.save() writes the whole storage of a view.
         whole = part.numel() * part.element_size() == part.untyped_storage().nbytes()
         torch.save(part if whole and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format), file)
         entry = self._tensors.get(key)
