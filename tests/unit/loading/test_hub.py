@@ -375,7 +375,7 @@ def test_contents_of_other_programs_are_verified_instead_of_transferred(model_hu
     assert (source.location / "model.safetensors").read_bytes() == model_hub.files["model.safetensors"]
 
 
-def test_what_other_programs_deleted_is_fetched_again(model_hub: SmallHub) -> None:
+def test_links_that_other_programs_deleted_are_created_again(model_hub: SmallHub) -> None:
     source = resolve("hf:org/name")
     shutil.rmtree(source.location)
     asked = len(model_hub.requests)

@@ -211,7 +211,8 @@ def _fetch(
         wanted = choose(listing.files, include)
         _require_apart(wanted, reference)
         if not wanted:
-            raise HubError(f"{reference} has no file that is wanted here: it has {_names(listing.files)}")
+            names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
+            raise HubError(f"{reference} has no file that is wanted here: it has {names}")
         manifest = read_manifest(place.own)
         if manifest is not None and manifest.repository != listing.repository:
             raise HubError(
@@ -221,7 +222,10 @@ def _fetch(
         missing = [file for file in wanted if not _is_there(file, place.directory, known)]
         told.begin(files=len(wanted), size=sum(file.size for file in wanted))
         told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
-        _require_space([file for file in missing if not place.content(file).is_file()], place.own)
+        needed = sum(file.size for file in missing if not place.content(file).is_file())
+        free = shutil.disk_usage(place.own).free
+        if needed > free:
+            raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
         held = {file.path: known[file.path] for file in wanted if file not in missing}
         _Transfers(api=api, listing=listing, place=place, held=held, told=told, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
@@ -324,11 +328,8 @@ def choose(files: Sequence[RemoteFile], include: Sequence[str]) -> list[RemoteFi
     kept = [file for file in files if not _matches(file, _ALWAYS_LEFT_OUT)]
     if any(file.path.endswith((".safetensors", ".gguf", ".distcp")) for file in kept):
         distributed = any(file.path.endswith(".distcp") for file in kept)
-        kept = [
-            file
-            for file in kept
-            if not _matches(file, _OTHER_FORMATS) or (distributed and file.path.endswith("common.pt"))
-        ]
+        needed = ("common.pt",) if distributed else ()
+        kept = [file for file in kept if file.path.endswith(needed) or not _matches(file, _OTHER_FORMATS)]
     return kept
 
 
@@ -392,12 +393,6 @@ def _open_own(path: Path, flags: int) -> int:
     return os.open(path, flags | os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
 
 
-def _require_space(missing: Sequence[RemoteFile], directory: Path) -> None:
-    needed, free = sum(file.size for file in missing), shutil.disk_usage(directory).free
-    if needed > free:
-        raise OSError(f"no space left on device: {directory} has {free} bytes free, {needed} are to be fetched")
-
-
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
     """Hold the lock of a directory; other processes wait and then find the files."""
@@ -419,7 +414,3 @@ def _write_own(path: Path, text: str) -> None:
 
 def _matches(file: RemoteFile, patterns: Sequence[str]) -> bool:
     return any(fnmatch.fnmatchcase(file.path, pattern) for pattern in patterns)
-
-
-def _names(files: Sequence[RemoteFile]) -> str:
-    return ", ".join(file.path for file in files[:12]) + (", …" if len(files) > 12 else "")

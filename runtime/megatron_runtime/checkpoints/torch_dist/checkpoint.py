@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -38,7 +38,6 @@ from megatron_runtime.protocol.text import escaped, shown
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _MAX_PLACES = 1 << 20
 """Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
-_TRAINING_SUFFIXES = ("._extra_state",)
 
 
 class TorchDistCheckpoint:
@@ -52,7 +51,7 @@ class TorchDistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         index = read_index(directory)
-        weights = {key for key in index if not _is_training_state(key)}
+        weights = {key for key in index if not key.startswith(_TRAINING_PREFIXES) and not key.endswith("._extra_state")}
         layout = find_layout(weights)
         self.config = read_config(directory)
         stored = stored_tensors(self.config, layout)
@@ -62,7 +61,7 @@ class TorchDistCheckpoint:
         _require_fit(stored, index, weights, directory)
         hf_name = FAMILIES[self.config.family].hf_name
         self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
-        self._cells = {key: _Cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
+        self._cells = {key: _cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
         self._files: dict[str, MappedFile] = {}
         self._saved: dict[Chunk, SavedTensor] = {}
         self.kinds: Mapping[str, TensorKind] = {
@@ -93,7 +92,7 @@ class TorchDistCheckpoint:
             # In the stored tensor, this run of the piece's rows begins `shift` rows later.
             shift, own = first - at, _overlap(rows, range(at, at + count))
             at += count
-            for cell in self._cells[piece.key].at(piece.index) if own else ():
+            for cell in self._cells[piece.key].get(piece.index, ()) if own else ():
                 down = _overlap(range(own.start + shift, own.stop + shift), cell.rows)
                 across = _overlap(columns, cell.columns)
                 if not down or not across:
@@ -149,27 +148,19 @@ class _Cell:
     chunk: Chunk
 
 
-class _Cells:
-    """The cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
-
-    def __init__(self, index: TensorIndex, *, axes: int) -> None:
-        self._by_place: dict[tuple[int, ...], list[_Cell]] = {}
-        places = 0
-        for chunk in index.chunks:
-            rows, *columns = chunk.box[axes:]
-            cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
-            places += math.prod(map(len, chunk.box[:axes]))
-            if places > _MAX_PLACES:
-                raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
-            for place in product(*chunk.box[:axes]):
-                self._by_place.setdefault(place, []).append(cell)
-
-    def at(self, place: tuple[int, ...]) -> Sequence[_Cell]:
-        return self._by_place.get(place, ())
-
-
-def _is_training_state(key: str) -> bool:
-    return key.startswith(_TRAINING_PREFIXES) or key.endswith(_TRAINING_SUFFIXES)
+def _cells(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[_Cell]]:
+    """Return the cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
+    found: dict[tuple[int, ...], list[_Cell]] = {}
+    places = 0
+    for chunk in index.chunks:
+        rows, *columns = chunk.box[axes:]
+        cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
+        places += math.prod(map(len, chunk.box[:axes]))
+        if places > _MAX_PLACES:
+            raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
+        for place in product(*chunk.box[:axes]):
+            found.setdefault(place, []).append(cell)
+    return found
 
 
 def _require_fit(
