@@ -1,4 +1,4 @@
-"""Open a checkpoint of any format, and count what is read from it."""
+"""Open a checkpoint of any format, and show the progress of reading it."""
 
 from __future__ import annotations
 

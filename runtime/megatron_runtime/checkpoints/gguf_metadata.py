@@ -29,7 +29,7 @@ _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 2
 
 
 class GGUFFormatError(ValueError):
-    """The file is not a readable GGUF file. The message names the file and what is wrong."""
+    """The file is not a readable GGUF file. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 _MAX_SIZE = 1 << 50
 _MAX_REDIRECTS = 8
 _TIMEOUT = httpx.Timeout(30, connect=10)
-_AS_IT_IS = {"accept-encoding": "identity"}
+_UNCOMPRESSED = {"accept-encoding": "identity"}
 
 _ATTEMPTS = 6
 """Consecutive attempts without progress."""
@@ -67,7 +67,7 @@ class HubUnavailableError(OSError):
 
 
 class WrongContentError(HubError):
-    """A file is not what the hub's list says. The message names both digests."""
+    """The content of a file does not match the hub's list. The message names both digests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +138,7 @@ class HubApi:
         headers = {"user-agent": "megatron-inference"}
         if token:
             headers["authorization"] = f"Bearer {token}"
-        # httpx logs URLs. Those of large files are signed: with such a URL anybody can read the file.
+        # httpx logs URLs. Those of large files are signed: they grant access to the file without a token.
         logging.getLogger("httpx").setLevel(logging.WARNING)
         try:
             self._origin = _origin(httpx.URL(self._endpoint))
@@ -159,7 +159,7 @@ class HubApi:
         """Return the files of `reference`. Raises HubError, HubUnavailableError."""
         revision = quote(reference.revision, safe="")
         url = f"{self._endpoint}/api/models/{reference.repository}/revision/{revision}?blobs=true"
-        with self._answer(reference, url, _AS_IT_IS) as answer:
+        with self._answer(reference, url, _UNCOMPRESSED) as answer:
             body = self._whole(answer, reference)
         return parse_listing(body, reference, hub=self._endpoint)
 
@@ -170,7 +170,7 @@ class HubApi:
         A server that ignores ranges sends the content from its beginning; the bytes before `start` are skipped.
         """
         url = f"{self._endpoint}/{listing.repository}/resolve/{listing.commit}/{quote(file.path)}"
-        headers = _AS_IT_IS | ({"range": f"bytes={start}-"} if start else {})
+        headers = _UNCOMPRESSED | ({"range": f"bytes={start}-"} if start else {})
         with self._answer(Reference(listing.repository, listing.commit), url, headers) as answer:
             yield _skipping(answer.iter_raw(), 0 if answer.status_code == httpx.codes.PARTIAL_CONTENT else start)
 

@@ -47,7 +47,7 @@ MANIFEST_FILE = ".megatron-manifest.json"
 _PARTIAL_DIRECTORY = ".megatron-partial"
 _LOCK_FILE = ".megatron-lock"
 _COMPLETE_FILE = ".megatron-complete"
-"""Written to the cache after the last file: from then on the hub is not asked again for this commit."""
+"""Written to the cache after the last file: from then on this commit needs no request to the hub."""
 _AT_ONCE = 4
 """Files. One connection seldom saturates the network."""
 
@@ -204,7 +204,7 @@ def _fetch(
     progress: Progress | None,
     wait: Callable[[float], object] | None = None,
 ) -> Manifest:
-    told = progress or _Silent()
+    progress = progress or _Silent()
     place.own.mkdir(parents=True, exist_ok=True)
     with _locked(place.own):
         listing = listing or patiently(lambda: api.list(reference), wait=wait or time.sleep)
@@ -220,14 +220,14 @@ def _fetch(
             )
         known = manifest.files if manifest is not None else {}
         missing = [file for file in wanted if not _is_there(file, place.directory, known)]
-        told.begin(files=len(wanted), size=sum(file.size for file in wanted))
-        told.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
+        progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
+        progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
         needed = sum(file.size for file in missing if not place.content(file).is_file())
         free = shutil.disk_usage(place.own).free
         if needed > free:
             raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
         held = {file.path: known[file.path] for file in wanted if file not in missing}
-        _Transfers(api=api, listing=listing, place=place, held=held, told=told, wait=wait).run(missing)
+        _Transfers(api=api, listing=listing, place=place, held=held, progress=progress, wait=wait).run(missing)
         found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
         _write_manifest(place.own, found)
         # A file of an earlier revision that this revision does not have would be taken for a part of the model.
@@ -245,7 +245,7 @@ class _Transfers:
     listing: Listing
     place: _Place
     held: dict[str, dict[str, Any]]
-    told: Progress
+    progress: Progress
     wait: Callable[[float], object] | None
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -291,7 +291,7 @@ class _Transfers:
         if self.stop.is_set():
             raise HubError("another file cannot be had")
         with self.lock:
-            self.told.received(count)
+            self.progress.received(count)
 
 
 def verify_directory(directory: Path, *, progress: Progress | None = None) -> Manifest:
@@ -299,19 +299,19 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
 
     Raises WrongContentError naming every file that is missing or changed, and HubError if there is no manifest.
     """
-    told = progress or _Silent()
+    progress = progress or _Silent()
     manifest = read_manifest(directory)
     if manifest is None:
         raise HubError(f"{directory} has no {MANIFEST_FILE}: it was not made by `megatron fetch`")
     files = [RemoteFile(name, entry["size"], entry["sha256"], None) for name, entry in manifest.files.items()]
-    told.begin(files=len(files), size=sum(file.size for file in files))
+    progress.begin(files=len(files), size=sum(file.size for file in files))
     wrong = []
     for file in files:
         if check_file(file, directory / file.path) is None:
             path = directory / file.path
             found = f"{path.stat().st_size} bytes" if path.is_file() else "missing"
             wrong.append(f"{file.path} ({found}, should be {file.size} bytes with sha256 {file.sha256})")
-        told.received(file.size)
+        progress.received(file.size)
     if wrong:
         raise WrongContentError(
             f"{len(wrong)} of {len(files)} files in {directory} are not what was fetched: {'; '.join(wrong)}: remove "

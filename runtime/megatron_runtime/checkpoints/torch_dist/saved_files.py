@@ -1,6 +1,6 @@
 """The pickled parts of a Megatron-Core checkpoint, read without unpickling: the index, and each tensor in a file.
 
-The index says which part of which tensor is at which place of which file. A tensor is there as torch.save() wrote it.
+The index maps each part of each tensor to a place in a file, where the part is stored as torch.save() wrote it.
 """
 
 from __future__ import annotations

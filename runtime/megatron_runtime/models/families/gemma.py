@@ -82,7 +82,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
 def _of_gguf(fields: Fields) -> Traits:
     layers, hidden = fields.size("block_count"), fields.size("embedding_length")
     heads = fields.size("attention.head_count")
-    # The largest model alone divides by the hidden size of a head; no field of the file says so.
+    # Only the largest model divides by the hidden size per head; the file has no field for it.
     per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
     # A period, or whether each layer is local.
     name = "attention.sliding_window_pattern"
