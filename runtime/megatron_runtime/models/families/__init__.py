@@ -57,6 +57,9 @@ def config_from_hf(values: Mapping[str, Any], *, ends: tuple[int, ...], where: s
         named = ", ".join(map(shown, architectures[:4]))
         raise UnsupportedModelError(f"{where} has architectures [{named}]: supported are {supported}")
     fields.only("partial_rotary_factor", 1.0)
+    fields.only(*family.activation_field)
+    for name in family.unsupported:
+        fields.only(name)
     traits = family.from_hf(fields)
     theta, scaling = rope_of_hf(fields, theta=family.rope_theta)
     return _config(
@@ -79,6 +82,7 @@ def config_to_hf(config: ModelConfig) -> dict[str, Any]:
     return {
         "architectures": [family.architecture],
         "model_type": family.name,
+        family.activation_field[0]: family.activation_field[1],
         "vocab_size": config.vocab_size,
         **{theirs: getattr(config, ours) for ours, theirs in _HF_NAMES.items()},
         **rope_to_hf(config),

@@ -157,6 +157,8 @@ class Family:
     architecture:      class in transformers.
     gguf_architecture: `general.architecture` of GGUF files; None for a family whose files are named a Llama.
     layer_names:       of a layer's tensors, short name -> name in transformers; `{expert}` stands for a number.
+    activation_field:  field of config.json with the activation, and its only supported value.
+    unsupported:       fields of config.json that must be absent, null or false.
     from_hf, to_hf:    traits of config.json, both ways.
     from_gguf:         traits of a GGUF file's metadata, whose keys are without the architecture's prefix.
     tied:              the head is the embedding if config.json does not say.
@@ -168,8 +170,10 @@ class Family:
     name: str
     architecture: str
     layer_names: Mapping[str, str]
-    from_hf: Callable[[Fields], Traits]
-    to_hf: Callable[[ModelConfig], dict[str, Any]]
+    activation_field: tuple[str, str] = ("hidden_act", "silu")
+    unsupported: tuple[str, ...] = ()
+    from_hf: Callable[[Fields], Traits] = lambda fields: {}
+    to_hf: Callable[[ModelConfig], dict[str, Any]] = lambda config: {}
     from_gguf: Callable[[Fields], Traits] = lambda fields: {}
     gguf_architecture: str | None = None
     tied: bool = False

@@ -46,9 +46,6 @@ def _is_local(num_layers: int, period: int) -> list[bool]:
 
 
 def _of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_activation", "gelu_pytorch_tanh")
-    for flag in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        fields.only(flag)
     # transformers 5 keeps the rotation of local layers beside the other, version 4 had a field for its base.
     rope = fields.below("rope_parameters").below("sliding_attention")
     local = fields.constant("rope_local_base_freq", _LOCAL_THETA)
@@ -68,7 +65,6 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     scaling = rope["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(config.attention_scale**-2),
         "rope_local_base_freq": local_theta,
         "rope_parameters": {
@@ -102,6 +98,13 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     gguf_architecture="gemma3",
     layer_names=_NAMES,
+    activation_field=("hidden_activation", "gelu_pytorch_tanh"),
+    unsupported=(
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ),
     from_hf=_of_hf,
     to_hf=_to_hf,
     from_gguf=_of_gguf,

@@ -27,27 +27,14 @@ _EXPERT_NAMES = {
 }
 
 
-def _llama_of_hf(fields: Fields) -> Traits:
-    for flag in ("attention_bias", "mlp_bias"):
-        fields.only(flag)
-    fields.only("hidden_act", "silu")
-    return {}
-
-
-def _mistral_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    return window_everywhere(fields)
-
-
 def _mixtral_of_hf(fields: Fields) -> Traits:
     moe = mixture(fields, "num_local_experts", "num_experts_per_tok", "intermediate_size")
-    return {**_mistral_of_hf(fields), **moe}
+    return {**window_everywhere(fields), **moe}
 
 
 def _mixtral_to_hf(config: ModelConfig) -> dict[str, Any]:
     assert config.moe is not None
     return {
-        "hidden_act": "silu",
         "num_local_experts": config.moe.num_experts,
         "num_experts_per_tok": config.moe.experts_per_token,
         **layer_types(config),
@@ -59,16 +46,15 @@ LLAMA = Family(
     architecture="LlamaForCausalLM",
     gguf_architecture="llama",
     layer_names=LLAMA_NAMES,
-    from_hf=_llama_of_hf,
-    to_hf=lambda config: {"hidden_act": "silu"},
+    unsupported=("attention_bias", "mlp_bias"),
     pairs_rotary_rows=True,
 )
 MISTRAL = Family(
     name="mistral",
     architecture="MistralForCausalLM",
     layer_names=LLAMA_NAMES,
-    from_hf=_mistral_of_hf,
-    to_hf=lambda config: {"hidden_act": "silu", **layer_types(config)},
+    from_hf=window_everywhere,
+    to_hf=layer_types,
 )
 MIXTRAL = Family(
     name="mixtral",

@@ -35,23 +35,10 @@ def _window(fields: Fields) -> Traits:
 
 
 def _window_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", "use_sliding_window": config.sliding is not None, **layer_types(config)}
-
-
-def _qwen2_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    return {"qkv_bias": True, **_window(fields)}
-
-
-def _qwen3_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias")
-    return {"qk_norm": True, **_window(fields)}
+    return {"use_sliding_window": config.sliding is not None, **layer_types(config)}
 
 
 def _qwen3_moe_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias")
     every = fields.size("decoder_sparse_step", 1)
     listed = set(fields.listed("mlp_only_layers", int))
     layers = range(fields.size("num_hidden_layers"))
@@ -92,7 +79,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     gguf_architecture="qwen2",
     layer_names={**LLAMA_NAMES, **_BIAS_NAMES},
-    from_hf=_qwen2_of_hf,
+    from_hf=lambda fields: {"qkv_bias": True, **_window(fields)},
     to_hf=_window_to_hf,
     from_gguf=lambda fields: {"qkv_bias": True},
 )
@@ -101,7 +88,8 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     gguf_architecture="qwen3",
     layer_names={**LLAMA_NAMES, **QK_NORM_NAMES},
-    from_hf=_qwen3_of_hf,
+    unsupported=("attention_bias",),
+    from_hf=lambda fields: {"qk_norm": True, **_window(fields)},
     to_hf=_window_to_hf,
     from_gguf=lambda fields: {"qk_norm": True},
 )
@@ -110,6 +98,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     gguf_architecture="qwen3moe",
     layer_names={**LLAMA_NAMES, **QK_NORM_NAMES, **_EXPERT_NAMES},
+    unsupported=("attention_bias",),
     from_hf=_qwen3_moe_of_hf,
     to_hf=_qwen3_moe_to_hf,
     from_gguf=_qwen3_moe_of_gguf,
