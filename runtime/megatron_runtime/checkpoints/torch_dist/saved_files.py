@@ -214,25 +214,14 @@ class _Rebuilt:
     dtype: torch.dtype | None = None
 
 
-def _rebuild_v2(storage: _Storage, offset: int, shape: Any, strides: Any, *_: object) -> _Rebuilt:
-    return _rebuild_v3(storage, offset, shape, strides, None, None, None)
-
-
-def _rebuild_v3(
-    storage: _Storage,
-    offset: int,
-    shape: Any,
-    strides: Any,
-    grad: object,
-    hooks: object,
-    dtype: torch.dtype | None,
-    *_: object,
-) -> _Rebuilt:
-    if not isinstance(storage, _Storage) or not (dtype is None or isinstance(dtype, torch.dtype)):
-        raise ValueError("a tensor has no storage, or a type that is none")
+def _rebuild(storage: _Storage, offset: int, shape: Any, strides: Any, *others: object) -> _Rebuilt:
+    """Replaces torch's functions that build a tensor on a storage. One of them is called with the tensor's type."""
+    if not isinstance(storage, _Storage):
+        raise ValueError("a tensor has no storage")
     ((first,), extents, steps) = size_of((offset,)), size_of(shape), size_of(strides)
     if len(extents) != len(steps):
         raise ValueError(f"a tensor has {len(extents)} axes and {len(steps)} strides")
+    dtype = next((other for other in others if isinstance(other, torch.dtype)), None)
     return _Rebuilt(storage, first, extents, steps, dtype)
 
 
@@ -243,8 +232,8 @@ def _rebuild_parameter(data: _Rebuilt, *_: object) -> _Rebuilt:
 _TRUSTED_IN_TENSORS: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
     ("torch", "Size"): size_of,
-    ("torch._utils", "_rebuild_tensor_v2"): _rebuild_v2,
-    ("torch._utils", "_rebuild_tensor_v3"): _rebuild_v3,
+    ("torch._utils", "_rebuild_tensor_v2"): _rebuild,
+    ("torch._utils", "_rebuild_tensor_v3"): _rebuild,
     ("torch._utils", "_rebuild_parameter"): _rebuild_parameter,
     ("torch.storage", "UntypedStorage"): torch.uint8,
     **{("torch", name): dtype for name, dtype in _STORAGES.items()},
