@@ -33,6 +33,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
     The directory is there whole or not at all. One tensor is in memory at a time.
     """
     from megatron_runtime.checkpoints.convert import DTYPES, convert
+    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
     with transfer_bar() as bar:
         task = bar.add_task(f"{source} -> {to}", total=None)
@@ -42,6 +43,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
             to=to,  # type: ignore[arg-type]  # click.Choice allows only these
             dtype=DTYPES.get(dtype),
             replace=replace,
+            write_gguf_tokenizer=write_gguf_tokenizer,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     click.echo(f"{destination} holds the model as {to}")

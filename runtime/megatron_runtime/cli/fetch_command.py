@@ -40,8 +40,8 @@ def command(
     An interrupted download goes on where it was when this is run again. Each file is checked by its digest.
     Exit codes: 0 all is there, 75 the hub cannot be reached for now, 1 asking again does not help.
     """
-    from megatron_runtime.checkpoints.hub.api import HubApi, HubUnavailableError, Reference, read_token
-    from megatron_runtime.checkpoints.hub.fetch import fetch, verify_directory
+    from megatron_runtime.checkpoints.hub.client import HubApi, HubUnavailableError, Reference, read_token
+    from megatron_runtime.checkpoints.hub.download import fetch, verify_directory
 
     if verify is not None:
         if repository is not None:

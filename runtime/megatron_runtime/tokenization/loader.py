@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
-from megatron_runtime.checkpoints.source import HUB_PREFIX, GGUFSource, ModelSourceError, resolve
+from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, resolve
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
-from megatron_runtime.tokenization.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_directory
+from megatron_runtime.tokenization.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_directory, write_tokenizer
 from megatron_runtime.tokenization.tokenizer import Tokenizer
 
 
@@ -35,7 +36,7 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
 def _locate(model: str) -> Path:
     if model.startswith(HUB_PREFIX):
-        from megatron_runtime.checkpoints.hub.cache import tokenizer_directory
+        from megatron_runtime.checkpoints.hub.download import tokenizer_directory
 
         model = str(tokenizer_directory(model))
     directory = Path(model).expanduser()
@@ -50,3 +51,13 @@ def _locate(model: str) -> Path:
     if ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
         return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")
+
+
+def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
+    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
+
+    Raises what tokenizer_from_gguf raises.
+    """
+    tokenizer = tokenizer_from_gguf(path)
+    write_tokenizer(tokenizer, directory)
+    return list(tokenizer.eos_ids)

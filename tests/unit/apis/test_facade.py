@@ -11,10 +11,10 @@ from eventually import LONG_SECONDS
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase
 from megatron_runtime.apis._pipeline import default_config
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.transport.control_link import ControlRefusedError

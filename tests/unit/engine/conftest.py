@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -90,7 +90,7 @@ def smollm_reference(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     from transformers import LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("smollm")
-    export_hf(BUILTIN, directory)
+    convert(BUILTIN, directory)
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 

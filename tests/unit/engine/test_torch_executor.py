@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.layers.cpu import default_threads
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]

@@ -9,8 +9,8 @@ from random_checkpoint import LLAMA, random_model
 
 from megatron_runtime.backends.native.device import Processor
 from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.checkpoint import with_progress
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.progress import with_progress
 
 
 class Terminal(io.StringIO):

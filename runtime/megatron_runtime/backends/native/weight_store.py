@@ -10,8 +10,7 @@ import torch
 
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_runtime.backends.native.device import Device
-from megatron_runtime.checkpoints.checkpoint import open_checkpoint
-from megatron_runtime.checkpoints.progress import with_progress
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint, with_progress
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.checkpoints.verified import (
     Signature,

@@ -1,10 +1,10 @@
-"""Pickles of others, read without running anything of theirs.
+"""Read untrusted pickles without running any code that they name.
 
-A pickle names the functions it wants called. Here each name is looked up in a table of what the caller trusts; what is
-not there becomes an object that does nothing, or is refused. No module is ever imported for a pickle.
+A pickle names the functions to call. Each name is looked up in a table of trusted names; any other becomes an object
+that does nothing, or is rejected. No module is ever imported for a pickle.
 
-The reader is the standard library's in Python, as in torch's own reader of weights: the compiled one lets a pickle
-allocate gigabytes with one opcode, overflow the C stack with a nested key, and set attributes of classes and functions.
+The reader is the pure Python one of the standard library, as in torch's own reader of weights. The C reader lets a
+pickle allocate gigabytes with one opcode, overflow the C stack with a nested key, and set attributes of classes.
 """
 
 from __future__ import annotations
@@ -16,22 +16,24 @@ from collections.abc import Callable, Mapping
 from typing import IO, Any, ClassVar
 
 from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES
-from megatron_runtime.checkpoints.quoting import escaped, shown
+from megatron_runtime.protocol.text import escaped, shown
 
 Globals = Mapping[tuple[str, str], Any]
-"""(module, name) as the pickle says -> what stands for it."""
+"""(module, name) in the pickle -> the object to use for it."""
 
 MAX_AXES = 16
 _MAX_SIZE = 1 << 63
+_REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
+"""Opcodes that allocate the size they announce, build integers of megabytes, or read tables of this process."""
 _MAX_ARGUMENTS = 64
 
 
 class UnsafePickleError(ValueError):
-    """The pickle names something that is not trusted, or is damaged. The message names the file and the name."""
+    """The pickle names an untrusted object, or is damaged. The message names the file and the object."""
 
 
 class Opaque:
-    """Stands for an object of a class that nobody here needs. Takes whatever a pickle does to it, and keeps nothing."""
+    """Replaces an object of a class that is not needed. Accepts all that a pickle does to it, and keeps nothing."""
 
     def __new__(cls, *args: object, **kwargs: object) -> Opaque:
         return object.__new__(cls)
@@ -57,12 +59,12 @@ def read_pickle(
     opaque: Callable[[str, str], bool] = lambda module, name: False,
     persistent: Callable[[Any], Any] | None = None,
 ) -> Any:
-    """Return what the pickle in `file` holds.
+    """Return the object in the pickle in `file`.
 
-    where:      names the file in errors.
-    trusted:    classes and functions the pickle may use.
-    opaque:     says of any other (module, name) whether it may stand there and do nothing; else it is refused.
-    persistent: makes what a persistent id stands for; None refuses them.
+    where:      name of the file in errors.
+    trusted:    classes and functions that the pickle may use.
+    opaque:     returns whether another (module, name) is replaced by an Opaque; otherwise it is rejected.
+    persistent: returns the object of a persistent id; None rejects them.
 
     Raises UnsafePickleError.
     """
@@ -81,7 +83,7 @@ def read_pickle(
 
 
 def size_of(values: Any = ()) -> tuple[int, ...]:
-    """Stands for torch.Size in a table of trusted names. Raises ValueError for what is no shape."""
+    """Replaces torch.Size in a table of trusted names. Raises ValueError for an invalid shape."""
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
         raise ValueError(f"{shown(values)} is no shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE for value in values):
@@ -90,14 +92,14 @@ def size_of(values: Any = ()) -> tuple[int, ...]:
 
 
 def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
-    """Stands for collections.OrderedDict, whose entries follow one by one."""
+    """Replaces collections.OrderedDict, whose entries follow one by one."""
     return OrderedDict()
 
 
 class _Reader(pickle._Unpickler):
-    """Time and memory are proportional to the bytes of the pickle, whatever is in it."""
+    """Takes time and memory proportional to the size of the pickle, for any content."""
 
-    # Of the standard library's reader.
+    # Declared by the standard library's reader.
     stack: list[Any]
     memo: dict[int, Any]
     append: Callable[[Any], None]
@@ -137,10 +139,10 @@ class _Reader(pickle._Unpickler):
             raise UnsafePickleError(f"{self._where} refers to data outside of itself: such a file is not known here")
         return self._persistent(pid)
 
-    # --- opcodes whose standard reading a pickle could misuse ---
+    # --- opcodes that a pickle could misuse ---
 
     def _build(self) -> None:
-        """Attributes of an instance; classes and functions keep theirs."""
+        """Set attributes of an instance; those of classes and functions are never set."""
         state, target = self.stack.pop(), self.stack[-1]
         if type(target) is OrderedDict:
             return
@@ -160,9 +162,9 @@ class _Reader(pickle._Unpickler):
         vars(target).update(state)
 
     def _set_items(self, target: Any, items: list[Any]) -> None:
-        """Entries of a mapping. Those under other keys than below are left out: nothing reads them.
+        """Set entries of a mapping. Entries under keys of other types are left out: no caller reads them.
 
-        The hash of a tuple or of a long integer is no secret, so that a pickle could have all its keys collide.
+        The hashes of tuples and long integers are predictable, so a pickle could make all its keys collide.
         """
         for key, value in zip(items[::2], items[1::2], strict=True):
             if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):
@@ -202,7 +204,7 @@ class _Reader(pickle._Unpickler):
         self._load_new()
 
     def _few(self, arguments: Any) -> tuple[Any, ...]:
-        """Arguments of a call. Many calls could share a long tuple, which each of them copies."""
+        """Return the arguments of a call. Many calls could share a long tuple, which each of them would copy."""
         if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
             raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")
         return arguments
@@ -213,7 +215,7 @@ class _Reader(pickle._Unpickler):
             raise ValueError("it memoizes more objects than it has bytes")
         self.memo[index] = self.stack[-1]
 
-    def _refuse(self) -> None:
+    def _reject(self) -> None:
         raise ValueError("it has an opcode that no checkpoint needs")
 
     dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
@@ -228,21 +230,5 @@ class _Reader(pickle._Unpickler):
         pickle.NEWOBJ[0]: _load_new,
         pickle.NEWOBJ_EX[0]: _load_new_with_keywords,
         pickle.PUT[0]: _load_put,
-        # They allocate what they announce, keep integers of megabytes, or ask tables of this process.
-        **dict.fromkeys(
-            b"".join(
-                (
-                    pickle.LONG4,
-                    pickle.BYTEARRAY8,
-                    pickle.NEXT_BUFFER,
-                    pickle.READONLY_BUFFER,
-                    pickle.EXT1,
-                    pickle.EXT2,
-                    pickle.EXT4,
-                    pickle.INST,
-                    pickle.OBJ,
-                )
-            ),
-            _refuse,
-        ),
+        **dict.fromkeys((getattr(pickle, name)[0] for name in _REJECTED), _reject),
     }
