@@ -32,7 +32,7 @@ from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.sse import EventStream, until_disconnect
 from megatron_runtime.server.text_work import MAX_MEDIUM_BYTES, Lane, TextWork
 from megatron_runtime.server.tools import ToolParser
-from megatron_runtime.server.tools.prompt import as_plain_messages
+from megatron_runtime.server.tools import without_tool_roles
 from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
 
 TEXT_TOKENIZED_IN_PLACE = 4096
@@ -198,7 +198,7 @@ class Service:
         described = [tool.for_template() for tool in tools] or None
         template = self.tokenizer.chat_template
         if template is not None and not template.reads_tools:
-            rendered, described = as_plain_messages(rendered, described), None
+            rendered, described = without_tool_roles(rendered, described), None
         render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
         size = sum(_bytes_at_most(message["content"]) for message in rendered)
         try:
