@@ -24,7 +24,7 @@ from megatron_runtime.cli.options import (
     share_prefix_cache,
     tool_call_parser,
 )
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -129,7 +129,6 @@ def command(**options: Any) -> None:
 
 async def _serve(options: ServeOptions) -> None:
     from megatron_runtime.cli.supervisor import Supervisor
-    from megatron_runtime.server.listener import listen
 
     started = time.monotonic()
     stop = asyncio.Event()

@@ -1,4 +1,4 @@
-"""What the server measures, under its own names and, where they mean the same, under vLLM's."""
+"""Metrics of the server, under its own names and, for equal meanings, under vLLM's."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _TIMES_OF_REPLY = {
     "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
     "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
 }
-"""Times that an engine may tell in its final reply, and the histograms that they enter."""
+"""Times that an engine may report in its final reply, and their histograms."""
 
 
 class _VllmNames(Collector):
-    """The metrics of a registry under vLLM's names, made when they are asked for: measuring costs nothing more."""
+    """The metrics of a registry under vLLM's names, made at each scrape: measuring costs nothing more."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
@@ -57,7 +57,7 @@ class _Families:
         return metric.labels(self._model)
 
     def by_reason(self, name: str, text: str) -> dict[str, Counter]:
-        """A counter for each reason why an answer ends."""
+        """A counter for each finish reason."""
         metric = Counter(f"megatron_{name}", text, ["model_name", "finished_reason"], registry=self._registry)
         return {reason: metric.labels(self._model, reason) for reason in ("stop", "length")}
 
@@ -68,7 +68,7 @@ class ServerMetrics:
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
         self.open_requests: collections.Counter[str] = collections.Counter()
-        """Choices that are not answered yet, by tenant."""
+        """Unanswered choices by tenant."""
         ProcessCollector(registry=self.registry)
         shared = CollectorRegistry()
         self.registry.register(shared)
@@ -113,7 +113,7 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """One choice: where it stands, and when what came."""
+    """The progress of one choice."""
 
     def __init__(self, metrics: ServerMetrics, prompt_tokens: int, *, streams: bool) -> None:
         self._metrics = metrics
@@ -125,7 +125,7 @@ class RequestObserver:
         self._is_finished = False
 
     def tokens(self, count: int, *, at: float) -> None:
-        """Note `count` tokens that came together at time `at` (of perf_counter)."""
+        """Note `count` tokens that arrived together at time `at` (of perf_counter)."""
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
@@ -148,11 +148,11 @@ class RequestObserver:
         metrics.generation_tokens.inc(tokens)
         metrics.cache_queries.inc(self._prompt_tokens)
         metrics.cache_hits.inc(reply.get("num_cached_tokens") or 0)
-        told = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
-        for key, seconds in told.items():
+        times = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
+        for key, seconds in times.items():
             metrics.times[key].observe(seconds)
-        if {"prefill_seconds", "decode_seconds"} <= told.keys():
-            metrics.inference.observe(told["prefill_seconds"] + told["decode_seconds"])
+        if {"prefill_seconds", "decode_seconds"} <= times.keys():
+            metrics.inference.observe(times["prefill_seconds"] + times["decode_seconds"])
 
     def ended(self) -> None:
         self._gauge.dec()

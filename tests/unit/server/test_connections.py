@@ -17,8 +17,8 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.server.process import Certificate
 from megatron_runtime.server.settings import ConnectionLimits
-from megatron_runtime.server.tls import Certificate
 
 SHORT = ConnectionLimits(
     header_seconds=0.6, body_seconds=1.5, body_idle_seconds=0.6, stall_seconds=0.6, handshake_seconds=0.6

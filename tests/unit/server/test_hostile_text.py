@@ -18,7 +18,7 @@ import pytest
 from eventually import LONG_SECONDS, eventually
 
 from megatron_runtime.server.errors import ApiError
-from megatron_runtime.server.text_work import Lane, TextWork
+from megatron_runtime.server.openai.prompts import Lane, TextWork
 from megatron_runtime.tokenization import Tokenizer, chat_template
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"

@@ -371,7 +371,7 @@ async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None
 
 
 async def test_keys_that_change_count_without_a_restart(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr("megatron_runtime.server.auth._LOOK_SECONDS", 0.0)
+    monkeypatch.setattr("megatron_runtime.server.auth._CHECK_SECONDS", 0.0)
     file = tmp_path / "keys"
     file.write_text("old\n")
     running = await start(api_keys_file=file)

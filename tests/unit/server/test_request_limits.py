@@ -16,15 +16,16 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server import json_limits
-from megatron_runtime.server.json_limits import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
-from megatron_runtime.server.schema import (
+from megatron_runtime.server import guards
+from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
+from megatron_runtime.server.openai.schema import (
+    FREE_JSON,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Discarded,
     TokenizeRequest,
 )
-from megatron_runtime.server.schema.bounds import FREE_JSON, Discarded
 
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
@@ -141,7 +142,7 @@ TOO_COMPLEX: list[tuple[str, bytes]] = [
     ("depth", b'{"model": "smollm2", "metadata": %b}' % (b"[" * 200 + b"]" * 200)),
     ("objects", b'{"messages": [%b]}' % b",".join([b"{}"] * (MAX_CONTAINERS + 1))),
     ("members", b"{%b}" % b",".join(b'"%x": 1' % i for i in range(MAX_CONTAINERS + 1))),
-    ("elements", b'{"prompt": [%b]}' % b",".join([b"1"] * (json_limits.MAX_ELEMENTS + 2))),
+    ("elements", b'{"prompt": [%b]}' % b",".join([b"1"] * (guards.MAX_ELEMENTS + 2))),
     ("brackets", b"]" * (3 * MAX_CONTAINERS)),
 ]
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from megatron_runtime.server.schema import ChatRequest, CompletionRequest
+from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
 from megatron_runtime.server.tools import PARSERS
 
 PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()

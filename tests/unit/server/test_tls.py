@@ -14,7 +14,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.tls import Certificate, CertificateError
+from megatron_runtime.server.process import Certificate, CertificateError
 
 
 @pytest.fixture
@@ -89,12 +89,12 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(authority: trus
     async with server:
         number = server.sockets[0].getsockname()[1]
         first = await presented(number)
-        assert not certificate.look()
+        assert not certificate.check()
         files[1].write_text("half a key")
-        assert not certificate.look()
+        assert not certificate.check()
         assert await presented(number) == first
         issue(authority, tmp_path)
-        assert certificate.look()
+        assert certificate.check()
         assert await presented(number) != first
 
 
