@@ -16,8 +16,8 @@ from megatron_runtime.server.errors import ApiError, from_validation
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
 from megatron_runtime.server.openai.jobs import structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
-from megatron_runtime.tokenization.backend import backend_from_json
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
+from megatron_runtime.tokenization.loader import backend_from_json
 from tests.fuzz.harness import Target
 from tests.fuzz.strategies import mutated, mutated_json
 

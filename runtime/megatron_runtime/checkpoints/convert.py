@@ -18,7 +18,7 @@ from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.weights import require_fitting
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
-from megatron_runtime.tokenization.hf_tokenizer import write_tokenizer
+from megatron_runtime.tokenization.loader import write_tokenizer
 
 Format = Literal["safetensors", "torch_dist"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

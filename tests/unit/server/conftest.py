@@ -27,7 +27,7 @@ from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.process import Certificate, HttpServer, drain, http_server
 from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
 MODEL = "smollm2"
 

@@ -23,11 +23,12 @@ from soak import size
 
 from megatron_runtime.process.sacrificial_process import SacrificialProcess
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
-from megatron_runtime.tokenization import backend as backend_module
 from megatron_runtime.tokenization import gguf_tokenizer as gguf_module
-from megatron_runtime.tokenization.backend import TRIAL_MEMORY_BYTES, backend_from_json
+from megatron_runtime.tokenization import loader as loader_module
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
+from megatron_runtime.tokenization.loader import TRIAL_MEMORY_BYTES, backend_from_json
+from megatron_runtime.tokenization.vocabulary import load_vocabulary
 
 BASE: dict[str, Any] = {
     "version": "1.0",
@@ -103,8 +104,8 @@ def test_a_tokenizer_that_would_take_the_process_along_is_refused(
 ) -> None:
     changes, complaint = BOMBS[name]
     if "without end" in name or "for years" in name:  # else the limits take their time to be reached
-        monkeypatch.setattr(backend_module, "TRIAL_SECONDS", 1.0)
-        monkeypatch.setattr(backend_module, "TRIAL_MEMORY_BYTES", 512 << 20)
+        monkeypatch.setattr(loader_module, "TRIAL_SECONDS", 1.0)
+        monkeypatch.setattr(loader_module, "TRIAL_MEMORY_BYTES", 512 << 20)
     with pytest.raises(TokenizerLoadError, match=rf"tokenizer\.json .*({complaint})"):
         load_tokenizer(directory_with(tmp_path, changes))
 
@@ -243,7 +244,7 @@ def test_no_tokenizer_json_ends_the_process_or_takes_long(trial_process: Sacrifi
         if verdict:
             return
         # What passed the trial is loaded into this process, and has to stay harmless here.
-        loaded = Tokenizer(backend_module.load(content))
+        loaded = Tokenizer(load_vocabulary(content))
         for text in ("ab ab", "Ａé🦙<x>  a" * 50):
             try:
                 ids = loaded.encode(text)
@@ -260,7 +261,7 @@ def test_no_tokenizer_json_ends_the_process_or_takes_long(trial_process: Sacrifi
 def test_whatever_the_other_files_hold_is_loaded_or_refused_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "_try", lambda content, *, name: None)
+    monkeypatch.setattr(loader_module, "_try", lambda content, *, name: None)
     directory_with(tmp_path, {})
     values = st.sampled_from(
         [*ODD_VALUES, {"content": "a"}, {"content": 5}, [0, 1], [0, "a"], [{"name": "default", "template": "x"}], [{}]]

@@ -12,8 +12,7 @@ from soak import size
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.tokenization import Tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
-from megatron_runtime.tokenization.token_bound import UNKNOWN_BYTES_PER_TOKEN, TokenBound
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER, UNKNOWN_BYTES_PER_TOKEN, TokenBound
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 PIECES = ["a", "b", "aa", "aaaa", "ab", "Ġ", "ĠĠ", "ĠĠĠĠ", "e", "é", "Ċ"]

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 from megatron_runtime.tokenization.chat_template import ChatTemplate
-from megatron_runtime.tokenization.detokenizer import WindowDetokenizer
+from megatron_runtime.tokenization.tokenizer import WindowDetokenizer
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
 WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
