@@ -7,6 +7,7 @@ import base64
 import hashlib
 import re
 from collections.abc import Awaitable, Callable
+from functools import cache
 from importlib import resources
 from typing import Any
 
@@ -215,19 +216,23 @@ def _add_post_route(
         service.identify(request)
         return await handler(service, request)
 
-    schema: dict[str, Any] = {}
-    if body is not None:
-        content = {"application/json": {"schema": body.model_json_schema()}}
-        schema = {"requestBody": {"content": content, "required": True}}
     for prefix in ("/v1/", "/"):
         app.add_api_route(
             prefix + path,
             endpoint,
             methods=["POST"],
             operation_id=handler.__name__ + ("" if prefix == "/v1/" else "_unversioned"),
-            openapi_extra=schema,
+            openapi_extra=_request_body(body),
             include_in_schema=prefix == "/v1/",
         )
+
+
+@cache
+def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
+    """The OpenAPI description of a body. Cached: it takes as long as the rest of the application."""
+    if model is None:
+        return {}
+    return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}}
 
 
 async def start_profile(service: Service, request: Request) -> Response:

@@ -95,6 +95,11 @@ class Running:
         await drain(self.service, self.server)
 
 
+def plain_client(url: str = "") -> httpx.AsyncClient:
+    """A client of plain HTTP. It reads no certificates, which takes as long as several requests."""
+    return httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS, verify=False, trust_env=False)
+
+
 Start = Callable[..., Awaitable[Running]]
 
 
@@ -107,8 +112,8 @@ async def _running(
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = http_server(app, limits=settings.connections, certificate=certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-    async with httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS) as http, client:
+    async with plain_client(url) as http, plain_client() as http_of_openai:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http_of_openai)
         yield Running(url, tokenizer, backend, app.state.service, server, http, client)
     if isinstance(backend, generator.ScriptedBackend):
         backend.gate.set()

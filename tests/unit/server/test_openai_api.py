@@ -33,7 +33,7 @@ async def test_chat_answer_has_text_reason_and_usage(running: Any, tokenizer: An
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
-async def test_streamed_chat_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+async def test_streamed_chat_equals_the_whole_answer(running: Any, answer: str) -> None:
     stream = await running.openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -61,7 +61,7 @@ async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers
         assert (chunks[-1]["choices"] == []) is has_field
 
 
-async def test_streamed_completion_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+async def test_streamed_completion_equals_the_whole_answer(running: Any, answer: str) -> None:
     stream = await running.openai.completions.create(**COMPLETION, stream=True)
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == answer
@@ -98,7 +98,7 @@ async def test_stop_strings_end_the_text_before_them(running: Any, stream: bool,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_token_that_ends_the_answer_is_no_part_of_it(
+async def test_a_token_that_ends_the_answer_is_not_part_of_it(
     running: Any, tokenizer: Any, answer: str, stream: bool
 ) -> None:
     comma = tokenizer.encode(",")[0]
@@ -125,7 +125,7 @@ async def test_token_limits_cut_with_reason_length(running: Any, tokenizer: Any)
     assert params.num_tokens_to_generate == tokenizer.context_length - len(prompt)
 
 
-async def test_a_character_that_the_limit_cuts_shows_as_one_that_is_unreadable(
+async def test_a_character_cut_by_the_token_limit_is_a_replacement_character(
     running: Any, tokenizer: Any, answer: str
 ) -> None:
     tokens = tokenizer.encode(answer)
@@ -166,7 +166,7 @@ async def test_several_prompts_keep_order_and_count_each_once(running: Any, toke
 
 
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello"], [19556], [[19556]]])
-async def test_every_form_of_prompt_reaches_the_backend_as_tokens(running: Any, prompt: Any) -> None:
+async def test_every_type_of_prompt_reaches_the_backend_as_tokens(running: Any, prompt: Any) -> None:
     reply = await running.post("/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
     assert running.backend.requests[0][0] == [19556]
     assert reply.json()["choices"][0]["text"].startswith("Hello")
@@ -187,7 +187,7 @@ async def test_an_answer_can_be_sent_back_as_history(running: Any) -> None:
     assert again.choices
 
 
-async def test_sampling_fields_arrive(running: Any) -> None:
+async def test_sampling_fields_reach_the_backend(running: Any) -> None:
     await running.chat(temperature=0.5, top_p=0.9, top_k=40, min_tokens=3, seed=5, ignore_eos=True)
     params = running.backend.requests[0][1]
     assert (params.temperature, params.top_p, params.top_k, params.min_tokens, params.seed) == (0.5, 0.9, 40, 3, 5)
@@ -200,7 +200,7 @@ async def test_sampling_fields_arrive(running: Any) -> None:
     assert running.backend.requests[2][1].top_k == 0
 
 
-async def test_sampling_fields_beyond_openai_arrive(start: Any) -> None:
+async def test_sampling_fields_beyond_openai_reach_the_backend(start: Any) -> None:
     running = await start(allow_priority=True)
     fields = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5, "priority": 7}
     others = {"cache_salt": "tenant", "streaming_interval": 4, "include_stop_str_in_output": True, "stop": "x"}
@@ -230,14 +230,14 @@ async def test_sampling_fields_beyond_openai_arrive(start: Any) -> None:
         ({"response_format": {"type": "text"}}, None),
     ],
 )
-async def test_the_form_of_the_answer_arrives(running: Any, fields: dict[str, Any], form: Any) -> None:
+async def test_structured_output_fields_reach_the_backend(running: Any, fields: dict[str, Any], form: Any) -> None:
     for path, body in (("chat/completions", CHAT), ("completions", COMPLETION)):
         reply = await running.post(f"/v1/{path}", {**body, **fields})
         assert reply.status_code == 200, reply.text
         assert running.backend.requests[-1][1].structured_output == form
 
 
-async def test_a_form_that_the_engine_cannot_keep_is_the_fields_fault(running: Any) -> None:
+async def test_a_structured_output_that_the_engine_rejects_names_its_field(running: Any) -> None:
     message = "the regular expression is not closed"
     running.backend.failure = {"code": 400, "type": "InvalidRequest", "message": message, "field": "structured_output"}
     for fields, param in (

@@ -96,7 +96,7 @@ class Unbounded(BaseModel):
     anything: Any
 
 
-def test_the_check_above_finds_what_is_unbounded() -> None:
+def test_the_check_above_finds_unbounded_fields() -> None:
     found = set(unbounded(Unbounded.__pydantic_core_schema__, "U", {}))
     assert found == {"U.inner: list", "U.inner: dict", "U.anything: any"}
     assert not bounded_any(Unbounded, ["anything"])
@@ -147,7 +147,9 @@ TOO_COMPLEX: list[tuple[str, bytes]] = [
 ]
 
 
-async def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(running: Any, subtests: pytest.Subtests) -> None:
+async def test_a_body_of_too_many_parts_is_rejected_before_it_is_parsed(
+    running: Any, subtests: pytest.Subtests
+) -> None:
     for name, body in TOO_COMPLEX:
         with subtests.test(name=name):
             reply = await running.http.post(
@@ -196,7 +198,7 @@ JSON_IN_TEXT: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_json_in_a_text_is_bounded_like_the_body(running: Any, subtests: pytest.Subtests) -> None:
+async def test_json_in_a_string_is_bounded_like_the_body(running: Any, subtests: pytest.Subtests) -> None:
     for path, body, param in JSON_IN_TEXT:
         with subtests.test(param=param, body=str(body)[:200]):
             reply = await running.post(f"/v1/{path}", body)
@@ -215,7 +217,7 @@ EVERYTHING: dict[str, Any] = {
 """Parameters as large as they may be. Choices are sampled, so each has its own seed."""
 
 
-async def test_choices_share_parameters_that_are_checked_once(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_choices_share_parameters_that_are_validated_once(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = itertools.count()
     validate = SamplingParams.validate
 
@@ -251,7 +253,7 @@ async def watch(requests: list[Any], jumps: list[int]) -> None:
             jumps.append(len(requests) - before)
 
 
-async def test_a_small_body_cannot_ask_for_much_to_be_sent(running: Any) -> None:
+async def test_a_small_body_cannot_make_the_server_send_much(running: Any) -> None:
     for fields in (
         {**EVERYTHING, "prompt": [[5]] * 1024, "stop": ["é" * 1000 + str(place) for place in range(64)]},
         {**COMPLETION, "guided_choice": ["x" * 50_000], "n": 128, "prompt": ["a"] * 8},
@@ -261,7 +263,7 @@ async def test_a_small_body_cannot_ask_for_much_to_be_sent(running: Any) -> None
     assert running.backend.requests == []
 
 
-async def test_bodies_that_arrive_share_a_budget(start: Any) -> None:
+async def test_bodies_that_are_received_share_a_budget(start: Any) -> None:
     running = await start(max_bodies_bytes=1500, max_body_bytes=1000)
     release = asyncio.Event()
 

@@ -14,17 +14,17 @@ PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()
 
 
 @pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
-def test_every_field_is_told(request_type: Any) -> None:
+def test_every_field_is_documented(request_type: Any) -> None:
     missing = [name for name in request_type.model_fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
     # structured_outputs is told with its members.
     assert [name for name in missing if name != "structured_outputs"] == []
 
 
-def test_every_parser_is_told() -> None:
+def test_every_parser_is_documented() -> None:
     assert all(f"| `{name}` |" in PAGE for name in PARSERS)
 
 
-async def test_every_metric_is_told(running: Any) -> None:
+async def test_every_metric_is_documented(running: Any) -> None:
     await running.chat(stream=True)
     lines = (await running.http.get("/metrics")).text.splitlines()
     names = {line.split()[2] for line in lines if line.startswith("# TYPE megatron_")}

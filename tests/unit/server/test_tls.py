@@ -82,7 +82,7 @@ async def test_an_ordinary_client_verifies_the_server(port: int, authority: trus
             await http.get(f"http://localhost:{port}/livez")
 
 
-async def test_a_renewed_certificate_is_shown_to_new_connections(authority: trustme.CA, tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_for_new_connections(authority: trustme.CA, tmp_path: Path) -> None:
     files = issue(authority, tmp_path)
     certificate = Certificate(*files)
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=certificate.context)
@@ -98,7 +98,7 @@ async def test_a_renewed_certificate_is_shown_to_new_connections(authority: trus
         assert await presented(number) != first
 
 
-def test_a_key_of_another_certificate_is_refused_by_name(authority: trustme.CA, tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_rejected_by_name(authority: trustme.CA, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     certificate, _ = issue(authority, tmp_path)
     _, key = issue(authority, tmp_path / "other")

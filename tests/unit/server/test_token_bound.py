@@ -94,7 +94,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
     check()
 
 
-def test_the_bound_of_the_built_in_model_holds_and_is_near(tokenizer: Tokenizer) -> None:
+def test_the_bound_of_the_built_in_model_holds_and_is_tight(tokenizer: Tokenizer) -> None:
     @settings(max_examples=size(100, soak=20_000), deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
@@ -105,7 +105,7 @@ def test_the_bound_of_the_built_in_model_holds_and_is_near(tokenizer: Tokenizer)
         assert tokenizer.bound.fewest_tokens(text) > 8192, text[:10]
 
 
-def test_words_and_what_a_normalizer_drops_have_a_generous_bound() -> None:
+def test_vocabularies_that_allow_no_proof_have_a_loose_bound() -> None:
     unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], unk_id=0))
     assert len(unigram.encode("aba" * 9).ids) == 1
     for backend in (of_words(), unigram):

@@ -31,7 +31,7 @@ async def test_a_conversation_becomes_the_tokens_of_its_prompt(running: Any, tok
     )
 
 
-async def test_what_cannot_be_tokenized_is_told_by_field(running: Any) -> None:
+async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> None:
     for path, body, param in (
         ("tokenize", {}, "messages"),
         ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
