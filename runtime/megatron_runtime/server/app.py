@@ -66,9 +66,7 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ObserveMiddleware, service=service)
     _add_console(app)
-    _add_probes(app, service)
-    _add_internals(app, service)
-    _add_models(app, service)
+    _add_get_routes(app, service)
     bodies: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
         ("completions", create_completion, CompletionRequest),
         ("chat/completions", create_chat_completion, ChatRequest),
@@ -154,7 +152,16 @@ def _hashes(page: str, element: str) -> str:
     return " ".join(f"'sha256-{digest}'" for digest in digests)
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
+def _add_get_routes(app: FastAPI, service: Service) -> None:
+    """Probes, which need no key, and routes that describe models, server and load, which need one if keys are set."""
+    card = {
+        "id": service.settings.served_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "megatron",
+        "max_model_len": service.prompts.sequence_limit,
+    }
+
     async def livez() -> Response:
         return JSONResponse({"alive": True})
 
@@ -165,15 +172,6 @@ def _add_probes(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         return JSONResponse({"version": megatron_runtime.__version__})
 
-    app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
-    for path in ("/readyz", "/health", "/v1/health"):
-        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
-
-
-def _add_internals(app: FastAPI, service: Service) -> None:
-    """Routes that describe the server and its load. They need a key if keys are set. Metrics may have another port."""
-
     async def openapi(request: Request) -> Response:
         service.identify(request)
         return JSONResponse(app.openapi())
@@ -181,20 +179,6 @@ def _add_internals(app: FastAPI, service: Service) -> None:
     async def metrics(request: Request) -> Response:
         service.identify(request)
         return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
-    if service.settings.health_port is None:
-        app.add_api_route("/metrics", metrics, methods=["GET"])
-
-
-def _add_models(app: FastAPI, service: Service) -> None:
-    card = {
-        "id": service.settings.served_name,
-        "object": "model",
-        "created": service.created,
-        "owned_by": "megatron",
-        "max_model_len": service.prompts.sequence_limit,
-    }
 
     async def list_models(request: Request) -> Response:
         service.identify(request)
@@ -205,6 +189,13 @@ def _add_models(app: FastAPI, service: Service) -> None:
         service.check_model(request.path_params["name"])
         return JSONResponse(card)
 
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
+    for path in ("/readyz", "/health", "/v1/health"):
+        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
+    if service.settings.health_port is None:
+        app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.openai.answer import TokenLogProb, chat_log_probs, finite_log_prob
 from megatron_runtime.server.openai.generation import Piece
-from megatron_runtime.server.openai.jobs import Prompt, structured_output
+from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.tools import (
@@ -49,15 +49,14 @@ async def create_chat_completion(service: Service, request: Request) -> Response
     if body.add_BOS:
         prompt = service.prompts.with_bos(prompt)
     service.prompts.check(prompt, param="messages")
-    generation = service.generation(
-        body,
-        [Prompt(prompt, param="messages")],
+    options = Options(
         max_tokens=body.max_completion_tokens or body.max_tokens,
         log_probs=(body.top_logprobs or 0) if body.logprobs else None,
         forced_format=tools.forced_format,
         markers=tools.markers,
         tenant=request.state.tenant,
     )
+    generation = service.generation(body, [Prompt(prompt, param="messages")], options)
     answer = _ChatAnswer(service, body, tools, prompt)
     return await service.respond(
         request,

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from megatron_runtime.server.errors import context_length_error, invalid_value
 from megatron_runtime.server.openai.answer import completion_log_probs
 from megatron_runtime.server.openai.generation import Piece
-from megatron_runtime.server.openai.jobs import Prompt, check_vocabulary
+from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
 from megatron_runtime.server.openai.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from megatron_runtime.server.openai.service import Service
@@ -34,9 +34,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     service.check_choices(len(body.prompt) * (body.n or 1))
     characters = sum(len(item) for item in body.prompt if isinstance(item, str))
     prompts = await service.while_connected(request, _prompts(service, body, characters), characters=characters)
-    generation = service.generation(
-        body,
-        prompts,
+    options = Options(
         max_tokens=max_tokens,
         log_probs=body.logprobs,
         prompt_log_probs=bool(body.echo) and body.logprobs is not None,
@@ -52,7 +50,7 @@ async def create_completion(service: Service, request: Request) -> Response:
 
     return await service.respond(
         request,
-        generation,
+        service.generation(body, prompts, options),
         body,
         id_prefix="cmpl",
         object_type="text_completion",

@@ -90,58 +90,59 @@ class Job:
     tenant: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Jobs:
-    """The jobs of one request, and its fields by the sampling parameter that they became, for errors."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the endpoints derive from their own fields.
 
-    jobs: Sequence[Job]
-    field_names: Mapping[str, str]
+    max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
+    log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
+    forced_format: the structured output that tool_choice needs; None means the one that the request asks for.
+    markers:       special tokens that the answer shows as text.
+    tenant:        the tenant that the jobs count against, and whose part of the prefix cache they use.
+    """
+
+    max_tokens: int | None
+    log_probs: int | None
+    prompt_log_probs: bool = False
+    forced_format: dict[str, Any] | None = None
+    markers: tuple[str, ...] = ()
+    tenant: str = ""
 
 
 def jobs_of(
     request: GenerationRequest,
     prompts: Sequence[Prompt],
+    options: Options,
     *,
     tokenizer: Tokenizer,
     sequence_limit: int | None,
-    max_tokens: int | None,
-    log_probs: int | None,
-    prompt_log_probs: bool = False,
-    forced_format: dict[str, Any] | None = None,
-    markers: Sequence[str] = (),
-    cache_salt: str | None = None,
-    tenant: str = "",
-) -> Jobs:
-    """Return the jobs of a request: n for each prompt.
+    cache_salt: str | None,
+) -> tuple[list[Job], dict[str, str]]:
+    """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
 
     sequence_limit: most tokens of prompt and answer together.
-    max_tokens:     None means up to the sequence limit; 0 gives the prompt alone.
-    log_probs:      how many of the likeliest tokens to report at each place; None reports no log-probabilities.
-    forced_format:  the structured output that tool_choice needs; None means the one that the request asks for.
-    markers:        special tokens that the answer shows as text.
     cache_salt:     the salt of the prefix cache; that of the request itself is not used.
-    tenant:         the tenant that the jobs count against.
     Raises ApiError 400 for a prompt that is too long, and for sampling parameters that are wrong.
     """
     choices = request.n or 1
     own_format = structured_output(request)
-    output, field = (forced_format, "tool_choice") if own_format is None else own_format
+    output, field = (options.forced_format, "tool_choice") if own_format is None else own_format
     field_names = {**_FIELD_NAMES, "structured_output": field}
     shared = _sampling_params(
         request,
         tokenizer,
         structured_output=output,
         cache_salt=cache_salt,
-        return_log_probs=log_probs is not None,
-        top_n_logprobs=log_probs,
-        skip_prompt_log_probs=not prompt_log_probs,
+        return_log_probs=options.log_probs is not None,
+        top_n_logprobs=options.log_probs,
+        skip_prompt_log_probs=not options.prompt_log_probs,
     )
     _check_sent_bytes(shared, prompts, choices=choices, format_field=field)
     end_ids = frozenset((*(() if request.ignore_eos else tokenizer.eos_ids), *(request.stop_token_ids or ())))
-    visible = tokenizer.special_ids & {tokenizer.token_id(marker) for marker in markers}
+    visible = tokenizer.special_ids & {tokenizer.token_id(marker) for marker in options.markers}
     jobs = []
     for place, prompt in enumerate(prompts):
-        budget = _budget(prompt, max_tokens, limit=sequence_limit)
+        budget = _budget(prompt, options.max_tokens, limit=sequence_limit)
         for choice in range(choices):
             # The copy shares the lists and maps, which were validated once.
             params = copy.copy(shared)
@@ -156,11 +157,11 @@ def jobs_of(
                     visible=visible,
                     counts_prompt=choice == 0,
                     prefix=prompt.echoed,
-                    prompt_only=max_tokens == 0,
-                    tenant=tenant,
+                    prompt_only=options.max_tokens == 0,
+                    tenant=options.tenant,
                 )
             )
-    return Jobs(jobs, field_names)
+    return jobs, field_names
 
 
 def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] | None:

@@ -17,11 +17,11 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.auth import ApiKeys, tenant_salt
-from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
+from megatron_runtime.server.errors import ApiError, from_validation, invalid_value, shown, try_again
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
 from megatron_runtime.server.openai.generation import Backend, Generation, Piece
-from megatron_runtime.server.openai.jobs import MAX_JOBS, Prompt, jobs_of
+from megatron_runtime.server.openai.jobs import MAX_JOBS, Options, Prompt, jobs_of
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
 from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.settings import ServerSettings
@@ -121,52 +121,34 @@ class Service:
             return await work
         return await until_disconnect(request, work, expired=self.expired)
 
-    def generation(
-        self,
-        request: GenerationRequest,
-        prompts: Sequence[Prompt],
-        *,
-        max_tokens: int | None,
-        log_probs: int | None,
-        prompt_log_probs: bool = False,
-        forced_format: dict[str, Any] | None = None,
-        markers: Sequence[str] = (),
-        tenant: str = "",
-    ) -> Generation:
-        """Return the jobs of a request, ready to run; see jobs_of() for the arguments.
+    def generation(self, request: GenerationRequest, prompts: Sequence[Prompt], options: Options) -> Generation:
+        """Return the jobs of a request, ready to run.
 
-        tenant: also owns the part of the prefix cache that the jobs use.
         Raises ApiError 400 for a prompt that is too long or wrong sampling parameters, 429 if too many are open.
         """
         choices = len(prompts) * (request.n or 1)
         self.check_choices(choices)
-        self._check_room(self.metrics.open_requests, tenant=tenant, more=choices)
+        self._check_room(self.metrics.open_requests, tenant=options.tenant, more=choices)
         if request.priority and not self.settings.allow_priority:
-            message = (
-                f"Invalid value for priority: {request.priority} is not 0, and this server lets no request choose its "
-                "priority. Leave the field out, or start the server with --allow-priority (spec.server.allowPriority)."
+            problem = (
+                f"{request.priority} is not 0, and this server lets no request choose its priority. Leave the field "
+                "out, or start the server with --allow-priority (spec.server.allowPriority)"
             )
-            raise ApiError(400, message, param="priority", code="invalid_value")
-        tokenizer = self.prompts.tokenizer
-        jobs = jobs_of(
+            raise invalid_value("priority", problem)
+        jobs, field_names = jobs_of(
             request,
             prompts,
-            tokenizer=tokenizer,
+            options,
+            tokenizer=self.prompts.tokenizer,
             sequence_limit=self.prompts.sequence_limit,
-            max_tokens=max_tokens,
-            log_probs=log_probs,
-            prompt_log_probs=prompt_log_probs,
-            forced_format=forced_format,
-            markers=markers,
-            cache_salt=tenant_salt("" if self.settings.share_prefix_cache else tenant, request.cache_salt),
-            tenant=tenant,
+            cache_salt=tenant_salt("" if self.settings.share_prefix_cache else options.tenant, request.cache_salt),
         )
         return Generation(
             backend=self.backend,
-            tokenizer=tokenizer,
+            tokenizer=self.prompts.tokenizer,
             metrics=self.metrics,
-            jobs=jobs.jobs,
-            field_names=jobs.field_names,
+            jobs=jobs,
+            field_names=field_names,
             coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
         )
 
