@@ -266,37 +266,46 @@ class _ChatAnswer:
         if choice is None:
             choice = self._choices[piece.index] = self._new_choice()
         for delta in choice.feed(piece, self._carried):
-            log_probs = chat_log_probs(delta.log_probs, self._tokenizer) if delta.log_probs else None
-            yield self._as_json(piece.index, delta, {"delta": delta.delta, "logprobs": log_probs})
+            chunk = {
+                "index": piece.index,
+                "delta": delta.delta,
+                "logprobs": chat_log_probs(delta.log_probs, self._tokenizer) if delta.log_probs else None,
+                "finish_reason": delta.finish_reason,
+            }
+            yield {**chunk, "token_ids": delta.token_ids} if self._body.return_token_ids else chunk
 
     def choice(self, piece: Piece) -> dict[str, Any]:
         """Return a whole choice: its deltas put together."""
-        text, calls, carried = "", [], self._carried(piece)
-        whole = _Delta({})
+        text, carried = "", self._carried(piece)
+        calls: list[dict[str, Any]] = []
+        log_probs: list[TokenLogProb] = []
+        token_ids: list[int] = []
+        reason = None
         for delta in self._new_choice().feed(piece, lambda _: {}):
+            reason = delta.finish_reason
+            log_probs += delta.log_probs
+            token_ids += delta.token_ids
             text += delta.delta.get("content", "")
             for part in delta.delta.get("tool_calls", ()):
                 if "id" in part:
                     calls.append({key: part[key] for key in ("id", "type", "function")})
                 else:
                     calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
-            whole = _Delta(
-                {}, delta.finish_reason, [*whole.log_probs, *delta.log_probs], [*whole.token_ids, *delta.token_ids]
-            )
         # A forced call has no text beside it; one that the model chose may have.
         no_text = None if self._tools.forced_format is None else ""
         message = {"role": "assistant", "content": text if text or not calls else no_text, "refusal": None, **carried}
         if calls:
             message["tool_calls"] = calls
-        log_probs = chat_log_probs(whole.log_probs, self._tokenizer) if self._body.logprobs else None
-        return self._as_json(piece.index, whole, {"message": message, "logprobs": log_probs})
+        choice = {
+            "index": piece.index,
+            "message": message,
+            "logprobs": chat_log_probs(log_probs, self._tokenizer) if self._body.logprobs else None,
+            "finish_reason": reason,
+        }
+        return {**choice, "token_ids": token_ids} if self._body.return_token_ids else choice
 
     def _new_choice(self) -> _ChatChoice:
         return _ChatChoice(self._tools, is_single=self._body.parallel_tool_calls is False)
-
-    def _as_json(self, index: int, delta: _Delta, fields: dict[str, Any]) -> dict[str, Any]:
-        choice = {"index": index, **fields, "finish_reason": delta.finish_reason}
-        return {**choice, "token_ids": delta.token_ids} if self._body.return_token_ids else choice
 
     def _carried(self, piece: Piece) -> dict[str, Any]:
         """What the message says about its tokens, as far as the request asks for it."""

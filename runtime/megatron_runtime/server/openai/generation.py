@@ -107,10 +107,9 @@ class Usage:
         self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
 
     @property
-    def fingerprint(self) -> dict[str, str | None]:
+    def fingerprint(self) -> str | None:
         """`system_fingerprint`: `weights-7`, `weights-6-7` for tokens of both, None while no choice is finished."""
-        name = "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
-        return {"system_fingerprint": name}
+        return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -181,7 +181,7 @@ class Service:
             return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
         pieces = await until_disconnect(request, generation.collect(), expired=self.expired)
         usage = generation.usage
-        fields = {"object": object_type, **base, **usage.fingerprint, "usage": usage.as_json()}
+        fields = {"object": object_type, **base, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
         encoded = []
         for piece in pieces:
             encoded.append(to_json(choice(piece)))
@@ -250,6 +250,7 @@ async def _events(
         async for piece in pieces:
             fingerprint = generation.usage.fingerprint
             for chunk in chunks(piece):
-                yield {**base, **fingerprint, "choices": [chunk], **usage}
+                yield {**base, "system_fingerprint": fingerprint, "choices": [chunk], **usage}
     if include_usage:
-        yield {**base, **generation.usage.fingerprint, "choices": [], "usage": generation.usage.as_json()}
+        fingerprint = generation.usage.fingerprint
+        yield {**base, "system_fingerprint": fingerprint, "choices": [], "usage": generation.usage.as_json()}
