@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import ssl
-from collections.abc import Coroutine, Generator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from megatron_runtime.server.app import create_app
 from megatron_runtime.server.connections import MAX_HEADER_BYTES, Connection
 from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import BACKLOG, ConnectionLimits, ServerSettings, listen
+from megatron_runtime.server.streaming import cancel
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.transport.security import PeerKeys
 
@@ -197,28 +198,20 @@ async def drain(service: Service, http: HttpServer) -> None:
     settings = service.settings
     logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
 
-    async def lingered() -> None:
+    async def lingered() -> bool:
         await asyncio.sleep(settings.linger_seconds)
         await service.wait_idle()
+        return True
 
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(settings.drain_seconds):
-            await _first(service.expired.wait(), lingered())
+    ends = [asyncio.create_task(service.expired.wait()), asyncio.create_task(lingered())]
+    await asyncio.wait(ends, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
+    await cancel(*ends)
     service.expired.set()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_CLOSE_SECONDS):
             await service.wait_idle()
     service.prompts.close()
     http.should_exit = True
-
-
-async def _first(*waits: Coroutine[Any, Any, object]) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for task in tasks:
-            task.cancel()
 
 
 async def _serve(settings: ServerSettings, *, listener: socket.socket, tokenizer: Tokenizer) -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
@@ -223,7 +223,7 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
         with self.metrics.request(len(job.prompt), streams=False, tenant=job.tenant) as observed:
-            async with _rejections(self.field_names):
+            with _rejections(self.field_names):
                 reply = await self.backend.add_request(job.prompt, job.params, tenant=job.tenant)
             return self._finished(job, choice, reply, observed)
 
@@ -263,13 +263,13 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
-        with self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant) as observed:
-            async with _rejections(self.field_names):
-                stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
+        observing = self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant)
+        with observing as observed, _rejections(self.field_names):
+            stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
-                async for event in _translated(stream, self.field_names):
+                async for event in stream:
                     if "final" in event:
                         yield self._finished(job, choice, event["final"], observed)
                         return
@@ -286,8 +286,8 @@ class Generation:
         return piece
 
 
-@asynccontextmanager
-async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
+@contextmanager
+def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
     """Raise the client's rejections as ApiError."""
     try:
         yield
@@ -299,12 +299,6 @@ async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
             logger.error("engine_failed: %s", error)
             details |= {"type": "engine_failed", "is_transient": False}
         raise from_reply_error(details, field_names=field_names) from error
-
-
-async def _translated(stream: Any, field_names: Mapping[str, str]) -> AsyncIterator[dict[str, Any]]:
-    async with _rejections(field_names):
-        async for event in stream:
-            yield event
 
 
 async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
