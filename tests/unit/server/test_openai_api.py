@@ -1,14 +1,19 @@
-"""The OpenAI API as the openai SDK and plain HTTP see it."""
+"""The OpenAI API as the openai SDK and plain HTTP see it, and its documentation in docs/serve.md."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
+from megatron_runtime.server.tools import PARSERS
+
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once", "max_tokens": 100}
 
 
@@ -265,3 +270,65 @@ async def test_annotations_and_neutral_values_change_nothing(running: Any, answe
         parallel_tool_calls=True,
     )
     assert reply.json()["choices"][0]["message"]["content"] == answer
+
+
+async def test_a_text_becomes_the_tokens_of_its_prompt(running: Any, tokenizer: Any) -> None:
+    text = "naïve 🦙 river"
+    reply = (await running.post("/tokenize", {"model": "smollm2", "prompt": text, "return_token_strs": True})).json()
+    assert reply["tokens"] == tokenizer.encode(text)
+    assert reply["count"] == len(reply["tokens"])
+    assert reply["max_model_len"] == tokenizer.context_length
+    assert reply["token_strs"][-1] == " river"
+    await running.post("/v1/completions", {"model": "smollm2", "prompt": text})
+    assert running.backend.requests[0][0] == reply["tokens"]
+    back = await running.post("/v1/detokenize", {"tokens": reply["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_conversation_becomes_the_tokens_of_its_prompt(running: Any, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for extra in ({}, {"tools": tools}):
+        reply = await running.post("/v1/tokenize", {"messages": messages, **extra})
+        await running.chat(**extra)
+        assert running.backend.requests[-1][0] == reply.json()["tokens"]
+    without = await running.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
+    assert (
+        "assistant\n" not in (await running.post("/detokenize", {"tokens": without.json()["tokens"]})).json()["prompt"]
+    )
+
+
+async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> None:
+    for path, body, param in (
+        ("tokenize", {}, "messages"),
+        ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ("tokenize", {"prompt": 5}, "prompt"),
+        ("tokenize", {"prompt": "a", "model": 5}, "model"),
+        ("tokenize", {"prompt": "a", "wrong": 5}, "wrong"),
+        ("detokenize", {"tokens": [49152]}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ):
+        reply = await running.post(f"/{path}", body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), body
+    unknown = await running.post("/tokenize", {"prompt": "a", "model": "other"})
+    assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
+def test_every_field_is_documented(request_type: Any) -> None:
+    missing = [name for name in request_type.model_fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
+    # structured_outputs is told with its members.
+    assert [name for name in missing if name != "structured_outputs"] == []
+
+
+def test_every_parser_is_documented() -> None:
+    assert all(f"| `{name}` |" in PAGE for name in PARSERS)
+
+
+async def test_every_metric_is_documented(running: Any) -> None:
+    await running.chat(stream=True)
+    lines = (await running.http.get("/metrics")).text.splitlines()
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE megatron_")}
+    told = {name for name in names if f"{name.removeprefix('megatron_').removesuffix('_total')}" in PAGE}
+    assert names - told - {name for name in names if name.endswith("_created")} == set()
