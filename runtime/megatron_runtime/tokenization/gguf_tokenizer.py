@@ -27,7 +27,7 @@ MAX_PIECE_CHARACTERS = 512
 """Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
 
 END_OF_TURN_TEXTS = frozenset(
-    [
+    {
         "<|endoftext|>",
         "<|im_end|>",
         "<|eot_id|>",
@@ -39,7 +39,7 @@ END_OF_TURN_TEXTS = frozenset(
         "<end_of_turn>",
         "<EOT>",
         "</s>",
-    ]
+    }
 )
 """Control tokens that end an answer, whatever the metadata calls them: a file can name only one of them."""
 
