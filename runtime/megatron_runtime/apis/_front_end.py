@@ -9,9 +9,8 @@ from megatron_runtime.apis._replicas import Replicas
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.server.app import create_app
-from megatron_runtime.server.listener import listen
-from megatron_runtime.server.run import drain, http_server
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback
+from megatron_runtime.server.process import drain, http_server
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen
 from megatron_runtime.tokenization import Tokenizer
 from megatron_runtime.tokenization.chat_template import end_idle_renderers
 

@@ -28,7 +28,7 @@ from megatron_runtime.cli.options import (
     tool_call_parser,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -85,8 +85,6 @@ def command(**options: Any) -> None:
 
 
 async def _serve(options: SimpleNamespace) -> None:
-    from megatron_runtime.server.listener import listen
-
     started = time.monotonic()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -76,7 +76,7 @@ def command(*, keys_dir: Path | None, listen_fd: int | None, max_connections: in
     """Run the OpenAI server until SIGTERM."""
     if (options["tls_certificate_file"] is None) is not (options["tls_key_file"] is None):
         raise click.UsageError("--tls-certificate-file and --tls-key-file go together: give both or neither")
-    from megatron_runtime.server.run import run
+    from megatron_runtime.server.process import run
     from megatron_runtime.server.settings import ConnectionLimits, ServerSettings
 
     listener = None if listen_fd is None else socket.socket(fileno=listen_fd)

@@ -1,4 +1,4 @@
-"""Server-sent events, ended by whichever comes first: the last event or the client's leaving."""
+"""Server-sent events, and work that ends when the client disconnects or the server shuts down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, try_again
 
 logger = logging.getLogger(__name__)
 
@@ -28,16 +28,8 @@ class ClientDisconnectedError(Exception):
     """The client closed its connection before the answer was ready."""
 
 
-def encode_event(payload: dict[str, Any]) -> bytes:
-    return b"data: " + to_json(payload) + b"\n\n"
-
-
-def shutdown_error() -> ApiError:
-    return ApiError(503, "The server is shutting down: try again.", code="shutting_down", retry_after_seconds=1)
-
-
 async def until_disconnect(request: Request, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
-    """Await `work`, but no longer than the client stays and the server lives; then cancel it.
+    """Await `work`; cancel it when the client disconnects or the drain time ends.
 
     Raises ClientDisconnectedError when the client left, ApiError 503 when `expired` was set.
     """
@@ -48,18 +40,18 @@ async def until_disconnect(request: Request, work: Awaitable[_T], *, expired: as
         await asyncio.wait({task, left, over}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ClientDisconnectedError if left.done() else shutdown_error()
+        raise ClientDisconnectedError if left.done() else _shutdown_error()
     finally:
-        await _cancel(task, left, over)
+        await cancel(task, left, over)
 
 
 class EventStream(Response):
     """A stream of server-sent events.
 
-    Nothing is sent before the first event, so a request that is refused gets a proper status; a request that waits
-    longer than `keep_alive_seconds` is answered with comments until its turn comes. An ApiError after that becomes an
-    error event, and no DONE follows: the answer is not. When the client leaves, `events` is closed at once; when
-    `expired` is set it ends with an error.
+    Nothing is sent before the first event, so a rejected request gets a proper status. A stream that is silent for
+    `keep_alive_seconds` gets a comment. An ApiError after the first byte becomes an error event, and no DONE follows:
+    the answer is not complete. When the client disconnects, `events` is closed at once; when `expired` is set, the
+    stream ends with an error.
     """
 
     media_type = "text/event-stream"
@@ -83,10 +75,10 @@ class EventStream(Response):
         try:
             await asyncio.wait({sending, left, over}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(sending, left, over, alive)
+            await cancel(sending, left, over, alive)
         if sending.cancelled():
             if not left.done() or left.cancelled():
-                await self._fail(shutdown_error(), scope, receive, send)
+                await self._fail(_shutdown_error(), scope, receive, send)
             return
         error = sending.exception()
         if error is None:
@@ -103,13 +95,13 @@ class EventStream(Response):
     async def _send_events(self, send: Send) -> None:
         async with aclosing(self._events) as events:
             async for event in events:
-                await self._write(send, encode_event(event))
+                await self._write(send, _encoded(event))
 
     async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
-        if not self._is_started:
+        if self._is_started:
+            await self._write(send, _encoded(error.body()), is_last=True)
+        else:
             await error.response()(scope, receive, send)
-            return
-        await self._write(send, encode_event(error.body()), is_last=True)
 
     async def _keep_alive(self, send: Send) -> None:
         while True:
@@ -127,12 +119,21 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
 
 
-async def _cancel(*tasks: asyncio.Future[Any]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+def _encoded(event: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(event) + b"\n\n"
+
+
+def _shutdown_error() -> ApiError:
+    return try_again(503, "The server is shutting down: try again.", code="shutting_down")

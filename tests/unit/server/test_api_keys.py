@@ -1,8 +1,9 @@
-"""An API key stands for a tenant and its own part of the prefix cache; a priority needs to be allowed."""
+"""API keys: authorization, one tenant and one part of the prefix cache for each key; the permission for priorities."""
 
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -96,3 +97,43 @@ async def test_the_salt_of_the_prefix_cache_derives_from_the_key(start: Any, tmp
         assert own is not None
         assert await salt("second", cache_salt=own) != own, "a salt that is known opens nothing"
     assert await salt("first", cache_salt="x" * 256) is not None
+
+
+async def test_api_keys_guard_all_but_probes(start: Any, tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("# of the team\nfirst\n\nsecond-ключ\n")
+    running = await start(api_keys_file=file)
+    assert (await running.http.get("/readyz")).status_code == 200
+    comment = {"Authorization": "Bearer # of the team"}
+    for header in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic first"}, comment):
+        reply = await running.http.get("/v1/models", headers=header)
+        assert (reply.status_code, reply.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert reply.headers["www-authenticate"] == "Bearer"
+        assert (await running.http.get("/v1/models/smollm2", headers=header)).status_code == 401
+        assert (await running.http.post("/v1/completions", headers=header, content=b"{")).status_code == 401
+    reply = await running.http.get("/v1/models", headers={"Authorization": "Bearer first"})
+    assert reply.status_code == 200
+    second = "Bearer second-ключ".encode()
+    assert (await running.http.get("/v1/models", headers={b"Authorization": second})).status_code == 200
+    for path in ("/tokenize", "/detokenize", "/completions", "/start_profile", "/v1/stop_profile"):
+        assert (await running.http.post(path, content=b"{}")).status_code == 401
+
+
+async def test_changed_keys_apply_without_a_restart(start: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr("megatron_runtime.server.auth._CHECK_SECONDS", 0.0)
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    running = await start(api_keys_file=file)
+
+    async def status(key: str) -> int:
+        return (await running.http.get("/v1/models", headers={"Authorization": f"Bearer {key}"})).status_code
+
+    assert await status("old") == 200
+    new = tmp_path / "new"
+    new.write_text("fresh\n")
+    os.replace(new, file)
+    assert (await status("old"), await status("fresh")) == (401, 200)
+    file.write_text("\n")
+    assert (await status("fresh"), await status("other")) == (200, 401)
+    file.unlink()
+    assert (await status("fresh"), await status("other")) == (200, 401)

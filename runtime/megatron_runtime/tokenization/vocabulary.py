@@ -1,8 +1,9 @@
-"""The fewest tokens that a text can have, by its bytes alone: what cannot fit a model is rejected unread.
+"""Vocabularies of the compiled `tokenizers` library: containment, byte alphabet, and a lower bound of token counts.
 
 Every byte of a text is part of some token. A token of n bytes has n of them, so each byte accounts for at least 1/n of
-a token, n being the length of the longest token with this byte in it. The sum over a text's bytes is a lower bound. It
-takes milliseconds for megabytes; the tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
+a token, n being the length of the longest token with this byte in it. The sum over a text's bytes is a lower bound, so
+a text that cannot fit a model is rejected before it is tokenized. The bound takes milliseconds for megabytes; the
+tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
 """
 
 from __future__ import annotations
@@ -11,18 +12,19 @@ import json
 import math
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 import tokenizers
 
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER, piece_to_bytes
-from megatron_runtime.tokenization.sentencepiece import WORD_START
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece vocabularies write for a space."""
 
 UNKNOWN_BYTES_PER_TOKEN = 256
-"""For vocabularies about which nothing can be proven: their normalizer drops text, or their model makes one token of a
-run of unknown text. Real text has 3 to 6 bytes in a token."""
+"""For vocabularies that allow no proof: their normalizer drops text, or their model makes one token of a run of unknown
+text. Real text has 3 to 6 bytes in a token."""
 
 _COMPOSITION_SHRINK = 8
 """The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
@@ -34,14 +36,61 @@ _SPACES = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
 _CHUNK = 1 << 16
 
 
+class TokenizerLibraryError(ValueError):
+    """The library failed, or the tokenizer exceeds a limit."""
+
+
+@contextmanager
+def contained(action: str) -> Iterator[None]:
+    """Raise TokenizerLibraryError for every error of the library. Its panics are no Exception in Python.
+
+    action: begins the message, such as "the text cannot be tokenized".
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerLibraryError(f"{action}: {error}") from error
+
+
+def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
+    """Load a tokenizer.json without its padding and truncation. Raises what the library raises.
+
+    content: of a file that is known to be harmless; see tokenizer_trial.py.
+    """
+    backend = tokenizers.Tokenizer.from_buffer(content)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _alphabet() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _alphabet()
+"""The alphabet of byte-level BPE: each byte has a printable character (GPT-2, Radford et al. 2019)."""
+
+
+def piece_to_bytes(piece: str) -> bytes:
+    """Return the bytes of an entry of a byte-level vocabulary; one outside the alphabet stands for its own UTF-8."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
 @dataclass(frozen=True, slots=True)
 class TokenBound:
-    """Tokens of a text, from below.
+    """A lower bound of the number of tokens of a text.
 
     weights:  of each byte value, the least part of a token that it accounts for; shape [256]. Bytes that the vocabulary
               may leave out have none.
     forms:    Unicode normal forms that the tokenizer puts text into first.
-    longest:  length of the longest token, in bytes; no less than it is.
+    longest:  length of the longest token, in bytes; or more.
     """
 
     weights: np.ndarray[Any, np.dtype[np.float64]]
@@ -68,7 +117,7 @@ class TokenBound:
         sizes[ord(" ")] = max(sizes[ord(" ")], *(sizes[byte] for byte in WORD_START.encode()))
         kept = _kept_bytes(backend.model, vocabulary, is_byte_level=is_byte_level)
         if any(token.lstrip or token.rstrip for token in added):
-            kept -= _SPACES | frozenset(range(128, 256))  # such a token takes the white space beside it along
+            kept -= _SPACES | frozenset(range(128, 256))  # such a token includes the white space beside it
         weights = np.array([1 / sizes[byte] if byte in kept else 0.0 for byte in range(256)])
         return cls(weights, forms, longest)
 

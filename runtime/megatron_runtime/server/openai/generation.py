@@ -1,23 +1,24 @@
-"""Run the choices of one request on the backend, all at once, and count what they used."""
+"""Run the choices of one request on the backend, all at once, and count the tokens that they use."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Iterable, Mapping, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from megatron_runtime.client.inference_client import RequestRejectedError
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError
+from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.server.answer import Answer, Fragment, prompt_log_probs
-from megatron_runtime.server.backend import Backend
-from megatron_runtime.server.errors import ApiError, from_reply_error
-from megatron_runtime.server.logprobs import TokenLogProb
+from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
 from megatron_runtime.server.metrics import RequestObserver, ServerMetrics
+from megatron_runtime.server.openai.answer import Answer, Fragment, TokenLogProb, prompt_log_probs
+from megatron_runtime.server.openai.jobs import Job
+from megatron_runtime.server.streaming import cancel
 from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -29,37 +30,54 @@ _STARTED_AT_ONCE = 8
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One choice to generate.
+class TokenStream(Protocol):
+    """Partial answers, then one final: `{"partial": {"new_tokens": […]}}` … `{"final": reply}`."""
 
-    index:  its place in the answer.
-    end_ids: tokens that may end the answer and are no part of its text.
-    visible: special tokens that are text all the same.
-    counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
-    prefix: text put before the generated text (echo); None for none.
-    prompt_only: what is generated is not part of the answer.
-    tenant: whose share of the engines it counts against; empty: this server's.
+    def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
+
+    async def aclose(self) -> None:
+        """Abort the request if it is still open."""
+
+
+class Backend(Protocol):
+    """Generates tokens for tokenized prompts: an `InferenceClient`, or an in-process equivalent.
+
+    A reply is a map with `status`, `finish_reason`, `generated_tokens`, `generated_text` (only if a stop text was
+    matched), `prompt_length`, `generated_length`, `num_cached_tokens` and, when FAILED, `error`.
+    Rejections are raised as RequestRejectedError.
     """
 
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    end_ids: frozenset[int]
-    visible: frozenset[int] = frozenset()
-    counts_prompt: bool = True
-    prefix: str | None = None
-    prompt_only: bool = False
-    tenant: str = ""
+    @property
+    def connected(self) -> bool:
+        """Whether requests submitted now reach a coordinator."""
+
+    def add_request(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> asyncio.Future[Any]:
+        """Submit; the future gives the reply map. Cancelling it aborts the request.
+
+        tenant: the tenant that the request counts against; empty: the one of all requests without.
+        """
+
+    def add_request_streaming(
+        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
+    ) -> TokenStream:
+        """Submit; the stream gives tokens as they are generated."""
+
+    def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:
+        """Begin the profiled range of every engine. Fails with ControlRefusedError or CoordinatorUnreachableError."""
+
+    def stop_cuda_profiler(self) -> asyncio.Future[ControlAck]:
+        """End it, in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A part of one choice; the last one says why it ended.
+    """A part of one choice; the last one has the finish reason.
 
-    token_ids: the tokens that this part was made of.
+    token_ids: the tokens that this part is made of.
     generated: all tokens that were generated, those that ended the answer included; on the last part only.
-    generated_log_probs: of each of them, where they are known.
+    generated_log_probs: of each of them, if they are known.
     """
 
     index: int
@@ -73,18 +91,25 @@ class Piece:
 
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole request, summed over prompts and choices."""
+    """Tokens of a whole request, summed over prompts and choices, and the epochs of the weights that made them."""
 
     prompt: int = 0
     cached: int = 0
     completion: int = 0
+    epochs: set[int] = field(default_factory=set)
 
-    def add(self, job: Job, reply: dict[str, Any]) -> None:
+    def add(self, job: Job, reply: Mapping[str, Any]) -> None:
         if job.counts_prompt:
             self.prompt += len(job.prompt)
             self.cached += reply.get("num_cached_tokens") or 0
         if not job.prompt_only:
             self.completion += len(reply["generated_tokens"])
+        self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
+
+    @property
+    def fingerprint(self) -> str | None:
+        """`system_fingerprint`: `weights-7`, `weights-6-7` for tokens of both, None while no choice is finished."""
+        return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -95,23 +120,8 @@ class Usage:
         }
 
 
-@dataclass(slots=True)
-class Weights:
-    """Which epochs of the weights made a request's tokens, as far as its answers have said."""
-
-    epochs: set[int] = field(default_factory=set)
-
-    def add(self, reply: dict[str, Any]) -> None:
-        self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
-
-    @property
-    def fingerprint(self) -> str | None:
-        """For `system_fingerprint`: `weights-7`, or `weights-6-7` for tokens of both; None while nothing is known."""
-        return "-".join(["weights", *map(str, sorted(self.epochs))]) if self.epochs else None
-
-
 class _Choice:
-    """One choice on its way: what has come of it, and its pieces."""
+    """One choice while it is generated: turns the engine's replies into pieces."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, *, field_names: Mapping[str, str]) -> None:
         self._job = job
@@ -128,30 +138,36 @@ class _Choice:
         self._has_begun = job.prefix is None
 
     def begin(self) -> Piece | None:
-        """The echo, where it needs nothing from the engine."""
-        if self._has_begun or self._wants_prompt:
-            return None
-        self._has_begun = True
-        return Piece(self._job.index, self._job.prefix or "", token_ids=self._job.prompt)
+        """Return the echo if it needs nothing from the engine."""
+        return None if self._wants_prompt else self._echo({})
 
     def feed(self, partial: Mapping[str, Any]) -> Piece | None:
         """Take a partial answer."""
         echo = self._echo(partial) if partial.get("prompt_log_probs") is not None else None
         if not self._has_begun or self._job.prompt_only:
-            # The prompt's log-probabilities come first, or with the final reply: so does all of the answer.
+            # The prompt's log-probabilities come first, or with the final reply; the whole answer waits for them.
             return echo
         fragment = self._answer.feed(
             partial["new_tokens"], partial.get("new_log_probs"), partial.get("new_top_n_logprobs")
         )
-        return self._joined(echo, fragment)
+        piece = self._joined(echo, fragment)
+        return piece if piece.text or piece.token_ids else None
 
-    def finish(self, reply: dict[str, Any]) -> Piece:
-        """Take the final reply. Raises ApiError when it is a failure."""
-        reason = self._reason(reply)
-        echo = None if self._has_begun else self._echo(reply)
+    def finish(self, reply: Mapping[str, Any]) -> Piece:
+        """Take the final reply. Raises ApiError if it is a failure."""
+        if reply.get("status") == "FAILED" or reply.get("error"):
+            raise from_reply_error(reply.get("error"), field_names=self._field_names)
+        reason: str = reply.get("finish_reason") or "stop"
+        if reason not in ("stop", "length"):
+            raise try_again(503, f"generation ended early ({reason}): try again", code=reason)
+        echo = self._echo(reply)
         if self._job.prompt_only:
-            return self._joined(echo, Fragment(), "length") or Piece(self._job.index, "", "length")
-        return self._joined(echo, self._answer.finish(reply), reason) or Piece(self._job.index, "", reason)
+            return self._joined(echo, Fragment(), "length")
+        piece = self._joined(echo, self._answer.finish(reply), reason)
+        tokens, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
+        # After a failover the reply may have only the log-probabilities since then.
+        known = log_probs if log_probs is not None and len(log_probs) == len(tokens) else None
+        return replace(piece, generated=tokens, generated_log_probs=known)
 
     def _echo(self, reply: Mapping[str, Any]) -> Piece | None:
         if self._has_begun:
@@ -161,20 +177,11 @@ class _Choice:
         entries = prompt_log_probs(self._tokenizer, job.prompt, reply) if self._wants_prompt else ()
         return Piece(job.index, job.prefix or "", log_probs=entries, token_ids=job.prompt)
 
-    def _joined(self, echo: Piece | None, fragment: Fragment, reason: str | None = None) -> Piece | None:
-        piece = Piece(self._job.index, fragment.text, reason, fragment.log_probs, fragment.token_ids)
-        if echo is not None:
-            log_probs, token_ids = [*echo.log_probs, *piece.log_probs], [*echo.token_ids, *piece.token_ids]
-            piece = Piece(piece.index, echo.text + piece.text, reason, log_probs, token_ids)
-        return piece if piece.text or piece.token_ids or reason is not None else None
-
-    def _reason(self, reply: Mapping[str, Any]) -> str:
-        if reply.get("status") == "FAILED" or reply.get("error"):
-            raise from_reply_error(reply.get("error"), field_names=self._field_names)
-        reason: str = reply.get("finish_reason") or "stop"
-        if reason not in ("stop", "length"):
-            raise ApiError(503, f"generation ended early ({reason}): try again", code=reason, retry_after_seconds=1)
-        return reason
+    def _joined(self, echo: Piece | None, fragment: Fragment, reason: str | None = None) -> Piece:
+        if echo is None:
+            return Piece(self._job.index, fragment.text, reason, fragment.log_probs, fragment.token_ids)
+        log_probs, token_ids = [*echo.log_probs, *fragment.log_probs], [*echo.token_ids, *fragment.token_ids]
+        return Piece(self._job.index, echo.text + fragment.text, reason, log_probs, token_ids)
 
 
 @dataclass(slots=True)
@@ -182,7 +189,7 @@ class Generation:
     """The jobs of one HTTP request.
 
     field_names: request fields by the sampling parameter that they became, for errors.
-    coordinator_wait_seconds: how long they wait for a coordinator that is away.
+    coordinator_wait_seconds: how long they wait for a coordinator that is not reachable.
     """
 
     backend: Backend
@@ -192,7 +199,6 @@ class Generation:
     field_names: Mapping[str, str]
     coordinator_wait_seconds: float
     usage: Usage = field(default_factory=Usage)
-    weights: Weights = field(default_factory=Weights)
 
     async def collect(self) -> list[Piece]:
         """Return every choice whole, in order. Cancelled or failed, it aborts what is still open."""
@@ -202,22 +208,22 @@ class Generation:
             await _start(tasks, (self._collect_one(job) for job in self.jobs))
             return list(await asyncio.gather(*tasks))
         finally:
-            await _cancel(tasks)
+            await cancel(*tasks)
 
     async def _until_connected(self) -> None:
-        """A coordinator that restarts costs its clients a wait, not an error."""
+        """Wait for the coordinator: its restart delays requests and fails none."""
         try:
             async with asyncio.timeout(self.coordinator_wait_seconds):
                 while not self.backend.connected:  # noqa: ASYNC110 - only while the coordinator is away
                     await asyncio.sleep(_RECONNECT_CHECK_SECONDS)
         except TimeoutError as error:
             message = f"The coordinator has not answered for {self.coordinator_wait_seconds:g} s: try again."
-            raise ApiError(503, message, code="coordinator_unreachable", retry_after_seconds=5) from error
+            raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     async def _collect_one(self, job: Job) -> Piece:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
         with self.metrics.request(len(job.prompt), streams=False, tenant=job.tenant) as observed:
-            async with _rejections(self.field_names):
+            with _rejections(self.field_names):
                 reply = await self.backend.add_request(job.prompt, job.params, tenant=job.tenant)
             return self._finished(job, choice, reply, observed)
 
@@ -243,8 +249,8 @@ class Generation:
                 else:
                     yield event
         finally:
-            await _cancel([starting])
-            await _cancel(tasks)
+            await cancel(starting)
+            await cancel(*tasks)
 
     async def _forward(self, job: Job, merged: asyncio.Queue[Piece | BaseException | None]) -> None:
         try:
@@ -257,13 +263,13 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice = _Choice(job, self.tokenizer, field_names=self.field_names)
-        with self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant) as observed:
-            async with _rejections(self.field_names):
-                stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
+        observing = self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant)
+        with observing as observed, _rejections(self.field_names):
+            stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
-                async for event in _translated(stream, self.field_names):
+                async for event in stream:
                     if "final" in event:
                         yield self._finished(job, choice, event["final"], observed)
                         return
@@ -274,38 +280,25 @@ class Generation:
         raise ApiError(500, "the engine's stream ended without a final answer")
 
     def _finished(self, job: Job, choice: _Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
-        tokens, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
-        piece = replace(
-            choice.finish(reply),
-            generated=tokens,
-            # After a failover the reply may have only those that came after it.
-            generated_log_probs=log_probs if log_probs is not None and len(log_probs) == len(tokens) else None,
-        )
+        piece = choice.finish(reply)
         self.usage.add(job, reply)
-        self.weights.add(reply)
         observed.finished(piece.finish_reason or "stop", reply)
         return piece
 
 
-@asynccontextmanager
-async def _rejections(field_names: Mapping[str, str]) -> AsyncGenerator[None]:
-    """Turn the client's refusals into answers."""
+@contextmanager
+def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
+    """Raise the client's rejections as ApiError."""
     try:
         yield
     except RequestRejectedError as error:
-        told = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
+        details = {"code": error.code, "message": str(error), "retry_after_seconds": error.retry_after_seconds}
         if isinstance(error, ModelChangedError):
-            told["type"] = "model_changed"
+            details["type"] = "model_changed"
         elif isinstance(error, EngineFailedError):
             logger.error("engine_failed: %s", error)
-            told |= {"type": "engine_failed", "is_transient": False}
-        raise from_reply_error(told, field_names=field_names) from error
-
-
-async def _translated(stream: Any, field_names: Mapping[str, str]) -> AsyncIterator[dict[str, Any]]:
-    async with _rejections(field_names):
-        async for event in stream:
-            yield event
+            details |= {"type": "engine_failed", "is_transient": False}
+        raise from_reply_error(details, field_names=field_names) from error
 
 
 async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
@@ -314,9 +307,3 @@ async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, A
         tasks.append(asyncio.create_task(work))
         if len(tasks) % _STARTED_AT_ONCE == 0:
             await asyncio.sleep(0)
-
-
-async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
