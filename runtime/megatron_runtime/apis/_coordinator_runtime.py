@@ -6,8 +6,8 @@ import asyncio
 import logging
 
 from megatron_runtime.apis import _ranks
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 
 logger = logging.getLogger(__name__)
 

@@ -21,11 +21,11 @@ from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, eng
 from megatron_runtime.apis._prompts import Prompt, normalize_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.config import InferenceConfig

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 
-from megatron_runtime.cli.process import PARENT_VARIABLE
+from megatron_runtime.process.parent import PARENT_VARIABLE
 from megatron_runtime.server.settings import ServerSettings
 
 GRACE_SECONDS = 10.0

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import psutil
 
-from megatron_runtime.cli.process import PARENT_VARIABLE
 from megatron_runtime.distributed.identity import NodeIdentity
+from megatron_runtime.process.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure

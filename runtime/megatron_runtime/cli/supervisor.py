@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from megatron_runtime.cli.process import PARENT_VARIABLE
+from megatron_runtime.process.parent import PARENT_VARIABLE
 
 RESTARTS = 3
 RESTART_WINDOW_SECONDS = 60.0

@@ -20,7 +20,8 @@ from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import GroupError
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.step_progress import StepProgress
-from megatron_runtime.protocol.messages import Control
+from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.protocol.headers import Header
 
 _LONG = frozenset(
     {"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged", "profile"}
@@ -34,7 +35,7 @@ ENDING_SECONDS = 1.0
 
 
 class RankedExecutor:
-    """Implements Executor, and lifecycle.Ranks: each rank acknowledges each order; what fails names the rank.
+    """Implements Executor, and backend.Ranks: each rank acknowledges each order; what fails names the rank.
 
     local:         rank 0's own part.
     progress:      where rank 0 writes how far it has come.
@@ -142,9 +143,13 @@ class RankedExecutor:
 
     # --- Ranks --------------------------------------------------------------------------------------------------
 
-    async def confirm(self, control: Control) -> None:
+    async def confirm(self, signal: Header) -> RankResults:
         """Every rank has done all that came before: it takes orders one after the other."""
-        await asyncio.to_thread(self._everywhere, "confirm", control.kind.name)
+        try:
+            await asyncio.to_thread(self._everywhere, "confirm", signal.name)
+        except RankError as error:
+            return RankResults.of_failure(error, ranks=self.count)
+        return RankResults(self.count)
 
     # --- the process --------------------------------------------------------------------------------------------
 

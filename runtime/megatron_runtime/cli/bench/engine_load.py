@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Figure
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -37,7 +37,7 @@ class LoadOptions:
 
 
 def run(options: LoadOptions) -> list[Figure]:
-    engine = build_engine(
+    engine = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -50,7 +50,7 @@ def run(options: LoadOptions) -> list[Figure]:
             threads=options.threads,
             prefix_caching=False,
         )
-    ).engine
+    ).core
     executor = engine.executor
     assert isinstance(executor, TorchExecutor)
     begun = time.perf_counter()
@@ -90,7 +90,7 @@ class _Timing:
     steps: int
 
 
-def _generate(engine: DynamicInferenceEngine, options: LoadOptions, *, batch: int) -> _Timing:
+def _generate(engine: EngineCore, options: LoadOptions, *, batch: int) -> _Timing:
     rng = np.random.default_rng(batch)
     params = SamplingParams(
         temperature=0.0, num_tokens_to_generate=options.new_tokens, termination_id=IGNORE_EOS, top_k=1
