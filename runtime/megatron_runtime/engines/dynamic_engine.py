@@ -110,6 +110,10 @@ class DynamicInferenceEngine:
         """Reallocate what suspend() released. Raises if memory is short or the weights are not sound."""
         self.core.resume()
 
+    def swap_weights(self, epoch: int) -> None:
+        """Use the weights that the executor has staged, as `epoch`."""
+        self.core.swap_weights(epoch)
+
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
         """Forget every request without an answer, and the prefix cache unless it is to be kept.
 
