@@ -105,20 +105,17 @@ class StepOutputs:
 class RankResults:
     """What each rank made of a verb: it is done, or failed with a cause.
 
-    ranks:     how many there are.
-    failed:    the cause, by rank; ranks that are not in it are done.
-    unchanged: a failed verb has no effect on any rank, so there is nothing to undo.
+    ranks:  how many there are.
+    failed: the cause, by rank; ranks that are not in it are done.
     """
 
     ranks: int
     failed: Mapping[int, str] = field(default_factory=dict)
-    unchanged: bool = False
 
     @classmethod
-    def of_failure(cls, error: Exception, *, ranks: int, unchanged: bool = False) -> Self:
+    def of_failure(cls, error: Exception, *, ranks: int) -> Self:
         """The results if `error` ended the verb: it failed on the rank that the error names, or else on rank 0."""
-        cause = str(getattr(error, "cause", None) or error or type(error).__name__)
-        return cls(ranks, {getattr(error, "rank", 0): cause}, unchanged)
+        return cls(ranks, {getattr(error, "rank", 0): str(getattr(error, "cause", None) or error)})
 
     @property
     def error(self) -> str | None:
@@ -185,9 +182,9 @@ class EngineBackend(Protocol):
     """An engine implementation.
 
     All methods are called on one event loop. Life: start(), load() or not, verbs and requests, stop(). A backend starts
-    paused. Verbs are called one at a time and each returns what it came to on each rank; a failed verb leaves the
-    backend as it was, or reports `unchanged=False` and is then undone by the opposite verb. A verb whose capability the
-    backend does not declare is never called: its default raises UnsupportedByBackendError.
+    paused. Verbs are called one at a time, and each returns what it came to on each rank. A verb that fails leaves the
+    backend as it was. After a verb the worker calls confirm(); if a rank does not confirm, it calls the opposite verb.
+    A verb whose capability the backend does not declare is never called: its default raises UnsupportedByBackendError.
 
     Outputs are delivered by callback (BackendListener), not by an async iterator, for two reasons. A step costs one
     wake-up of the event loop. And a verb can promise an order: what ran before pause(), release_memory() and stop() is
@@ -237,7 +234,7 @@ class EngineBackend(Protocol):
     async def unpause(self) -> RankResults: ...
 
     async def confirm(self, signal: Header) -> RankResults:
-        """Every rank answers that it is ready for `signal`: phase one of signals that act at their commit."""
+        """Every rank acknowledges that it has done all that came before, and is ready for the commit of `signal`."""
         return RankResults(self.info.ranks)
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:

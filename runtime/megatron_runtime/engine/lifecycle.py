@@ -35,13 +35,13 @@ REMEMBERED_ANSWERS = 64
 class Work:
     """What one signal has the backend do.
 
-    prepare: phase one, before the acknowledgement.
-    undo:    takes phase one back, if a rank failed.
+    prepare: phase one. Then every rank confirms the signal, whether there is anything to prepare or not.
+    undo:    takes phase one back, if a rank did not confirm.
     commit:  phase two.
     needs:   what the backend must be capable of.
     """
 
-    prepare: Callable[[EngineBackend, Control], Awaitable[RankResults]]
+    prepare: Callable[[EngineBackend, Control], Awaitable[RankResults]] | None = None
     undo: Callable[[EngineBackend], Awaitable[RankResults | None]] | None = None
     commit: Callable[[EngineBackend], Awaitable[RankResults]] | None = None
     needs: Capability | None = None
@@ -55,9 +55,7 @@ async def _stage(backend: EngineBackend, control: Control) -> RankResults:
 
 WORK: dict[Header, Work] = {
     Header.PAUSE: Work(lambda backend, _: backend.pause(), undo=lambda backend: backend.unpause()),
-    Header.UNPAUSE: Work(
-        lambda backend, control: backend.confirm(control.kind), commit=lambda backend: backend.unpause()
-    ),
+    Header.UNPAUSE: Work(commit=lambda backend: backend.unpause()),
     Header.SUSPEND: Work(
         lambda backend, control: backend.release_memory(control.tags),
         undo=lambda backend: backend.restore_memory(),
@@ -68,7 +66,7 @@ WORK: dict[Header, Work] = {
         undo=lambda backend: backend.release_memory(),
         needs=Capability.SUSPEND,
     ),
-    Header.STOP: Work(lambda backend, control: backend.confirm(control.kind)),
+    Header.STOP: Work(),
     Header.UPDATE_WEIGHTS: Work(
         _stage,
         undo=lambda backend: backend.discard_weights(),
@@ -164,26 +162,32 @@ class Lifecycle:
         self.acted[kind] = self.acted.get(kind, 0) + 1
         begun = time.monotonic()
         try:
-            results = await self._prepare(work, control)
-            if results.error is None:
-                if kind is Header.UPDATE_WEIGHTS:
-                    self._staged = control
-                return None
-            if work.undo is not None and not results.unchanged:
-                undone = await work.undo(self._backend)
-                if undone is not None:
-                    undone.require(f"undoing {kind.name}")
-            self.state = state
-            return f"{kind.name} failed: {results.error}"
+            cause = await self._prepare(work, control)
+            if cause is not None:
+                logger.error("%s failed: %s", kind.name, cause)
+                self.state = state
+                return f"{kind.name} failed: {cause}"
+            if kind is Header.UPDATE_WEIGHTS:
+                self._staged = control
+            return None
         finally:
             self.seconds[kind] = self.seconds.get(kind, 0.0) + time.monotonic() - begun
 
-    async def _prepare(self, work: Work, control: Control) -> RankResults:
+    async def _prepare(self, work: Work, control: Control) -> str | None:
+        """Do phase one on every rank, or on none. Return why it failed, if it did."""
+        backend = self._backend
         try:
-            return await work.prepare(self._backend, control)
+            results = await work.prepare(backend, control) if work.prepare is not None else None
         except Exception as error:
-            logger.exception("%s failed", control.kind.name)
-            return RankResults.of_failure(error, ranks=1)
+            return str(error)
+        if results is not None and results.failed:
+            return results.error
+        confirmed = await backend.confirm(control.kind)
+        if confirmed.failed and work.undo is not None:
+            undone = await work.undo(backend)
+            if undone is not None:
+                undone.require(f"undoing {control.kind.name}")
+        return confirmed.error
 
     async def commit(self, commit: ControlCommit) -> None:
         """Enter the state that the acknowledged work leads to. A commit that comes twice, or late, changes nothing."""

@@ -11,7 +11,7 @@ from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend
+from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, SingleRank
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults, StepOutputs
@@ -150,28 +150,36 @@ async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-@pytest.mark.parametrize(("kind", "undo"), [(Header.PAUSE, "unpause"), (Header.SUSPEND, "restore_memory")])
-@pytest.mark.parametrize("unchanged", [False, True])
-async def test_a_verb_that_some_ranks_did_is_undone_and_names_the_rest(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch, kind: Header, undo: str, unchanged: bool
-) -> None:
-    undone: list[str] = []
+class FailingRanks(SingleRank):
+    """Implements Ranks: some ranks never do their part."""
 
-    async def half(*_: object) -> RankResults:
-        return RankResults(4, {1: "its disk is full", 3: "it hangs"}, unchanged)
+    count = 4
 
-    async def recorded() -> RankResults:
-        undone.append(undo)
-        return RankResults(4)
+    async def confirm(self, signal: Header) -> RankResults:
+        return RankResults(4, {3: "it hangs", 1: f"did not confirm {signal.name}"})
 
-    await rig.reach(EngineState.RUNNING if kind is Header.PAUSE else EngineState.PAUSED)
-    before = rig.lifecycle.state
-    monkeypatch.setattr(rig.backend, "pause" if kind is Header.PAUSE else "release_memory", half)
-    monkeypatch.setattr(rig.backend, undo, recorded)
-    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op"))
-    assert ack.error == f"{kind.name} failed: rank 1: its disk is full; rank 3: it hangs"
+
+@pytest.mark.parametrize("kind", [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS])
+async def test_work_that_another_rank_does_not_confirm_is_undone(rig: Rig, kind: Header) -> None:
+    before = {Header.PAUSE: EngineState.RUNNING, Header.RESUME: EngineState.SUSPENDED}.get(kind, EngineState.PAUSED)
+    object.__setattr__(rig.engine.config, "kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE)
+    await rig.submit(400)
+    await rig.reach(before)
+    has_weights = rig.executor.has_weights
+    alone, rig.backend.ranks = rig.backend.ranks, FailingRanks()
+    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=3))
+    assert ack.error == f"{kind.name} failed: rank 1: did not confirm {kind.name}; rank 3: it hangs"
     assert rig.lifecycle.state is before
-    assert undone == ([] if unchanged else [undo])
+    assert rig.executor.has_weights is has_weights is (kind is not Header.RESUME)
+    assert (rig.executor._cache is not None) is has_weights
+    assert rig.executor._staged is None
+    rig.backend.ranks = alone
+    path = {EngineState.RUNNING: (), EngineState.PAUSED: (Header.UNPAUSE,)}
+    for signal in path.get(before, (Header.RESUME, Header.UNPAUSE)):
+        assert await rig.signal(signal)
+    while await rig.backend.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 400)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Awaitable, Callable, Collection
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -280,30 +280,27 @@ class NativeBackend(EngineBackend):
     # --- verbs --------------------------------------------------------------------------------------------------
 
     async def pause(self) -> RankResults:
-        return await self._perform(Header.PAUSE, lambda core: self._set_running(False))
+        return await self._perform(self.call(lambda core: self._set_running(False)))
 
     async def unpause(self) -> RankResults:
-        return await self._perform(None, lambda core: self._set_running(True))
+        return await self._perform(self.call(lambda core: self._set_running(True)))
 
     async def confirm(self, signal: Header) -> RankResults:
         return await self.ranks.confirm(signal)
 
     async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
-        released = SUSPEND_TAGS if tags is None else tags
-        return await self._perform(Header.SUSPEND, lambda core: core.suspend(released))
+        return await self._perform(self.call(lambda core: core.suspend(SUSPEND_TAGS if tags is None else tags)))
 
     async def restore_memory(self) -> RankResults:
-        return await self._perform(Header.RESUME, lambda core: core.resume())
+        return await self._perform(self.call(lambda core: core.resume()))
 
     async def stage_weights(self, source: str, epoch: int) -> RankResults:
         self._staged_epoch = epoch
-        # Beside the steps, which continue.
-        staging = asyncio.to_thread(self.core.executor.stage_weights, source)
-        return await self._confirmed(Header.UPDATE_WEIGHTS, staging)
+        # Not on the engine's thread: steps continue meanwhile.
+        return await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
 
     async def commit_weights(self) -> RankResults:
-        epoch = self._staged_epoch
-        return await self._perform(None, lambda core: core.swap_weights(epoch))
+        return await self._perform(self.call(lambda core: core.swap_weights(self._staged_epoch)))
 
     async def discard_weights(self) -> None:
         await self.call(lambda core: core.executor.drop_staged())
@@ -320,23 +317,19 @@ class NativeBackend(EngineBackend):
         await self.call(lambda core: core.set_epoch(epoch))
 
     async def profile(self, active: bool) -> RankResults:
-        signal = Header.START_CUDA_PROFILER if active else Header.STOP_CUDA_PROFILER
-        return await self._perform(signal, lambda core: core.executor.profile(active))
+        return await self._perform(self.call(lambda core: core.executor.profile(active)))
 
     def _set_running(self, running: bool) -> None:
         self._running = running
 
-    async def _perform(self, signal: Header | None, command: Callable[[EngineCore], object]) -> RankResults:
-        return await self._confirmed(signal, self.call(command))
-
-    async def _confirmed(self, signal: Header | None, work: Any) -> RankResults:
-        """Await `work`, then have every rank confirm `signal`. Work that fails has undone itself."""
+    async def _perform(self, work: Awaitable[object]) -> RankResults:
+        """Await work that takes itself back if it fails."""
         try:
             await work
         except Exception as error:
-            logger.exception("%s failed", signal.name if signal is not None else "the work of a commit")
-            return RankResults.of_failure(error, ranks=self.ranks.count, unchanged=True)
-        return RankResults(self.ranks.count) if signal is None else await self.ranks.confirm(signal)
+            logger.exception("a verb failed")
+            return RankResults.of_failure(error, ranks=self.ranks.count)
+        return RankResults(self.ranks.count)
 
 
 def _resolve(future: asyncio.Future[Any], result: Any) -> None:
