@@ -193,10 +193,12 @@ class EngineWorker:
         """Forget a request. It counts as running until the backend holds nothing of it any more."""
         self._outputs.forget(dispatch_id)
         self._aborts_in_progress += 1
-        self._backend.abort(dispatch_id).add_done_callback(lambda _: self._aborted())
+        self._backend.abort(dispatch_id).add_done_callback(self._aborted)
 
-    def _aborted(self) -> None:
-        """The coordinator may wait for the engine to be empty."""
+    def _aborted(self, aborted: asyncio.Future[object]) -> None:
+        """Report an empty engine at once: the coordinator may wait for it. A backend that has stopped is empty, too."""
+        if not aborted.cancelled():
+            aborted.exception()
         self._aborts_in_progress -= 1
         if not self._aborts_in_progress and not self._outputs.open:
             self._link.beat()
