@@ -13,7 +13,6 @@ from typing import Any
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
@@ -50,22 +49,13 @@ class DynamicInferenceEngine:
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.core = EngineCore(executor, config, clock=clock)
+        self.executor = executor
+        self.config = config
+        self.context = self.core.context
         self._in_use = threading.Lock()
         self._service: _Service | None = None
 
     # --- the core -----------------------------------------------------------------------------------------------
-
-    @property
-    def executor(self) -> Executor:
-        return self.core.executor
-
-    @property
-    def config(self) -> InferenceConfig:
-        return self.core.config
-
-    @property
-    def context(self) -> DynamicInferenceContext:
-        return self.core.context
 
     @property
     def epoch(self) -> int:
@@ -255,13 +245,16 @@ class DynamicInferenceEngine:
     @property
     def state_events(self) -> StateEvents:
         """The engine's states as events. They belong to the loop of the engine's connection."""
-        return self._serving().events
+        worker = self._serving().worker
+        assert worker is not None
+        return worker.lifecycle.events
 
     async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
         """Return when the engine has reached RUNNING, PAUSED, SUSPENDED, RESUMED or STOPPED (for the n-th time), on the
         loop of the engine's connection. Raises EngineFailedError if the engine ends first.
         """
-        await self._serving().wait_until(state, times=times)
+        if not self.state_events.has_reached(state, times=times):
+            await self._serving().unless_ended(self.state_events.wait(state, times=times))
 
     async def stop_listening(self) -> None:
         """Leave the coordinator, and end it if it was launched here. Call it on the loop of the engine's connection.
@@ -308,21 +301,11 @@ class _Service:
             )
             worker = self.worker = EngineWorker(settings, NativeBackend(self._core, self._controller))
             self.task = asyncio.create_task(self._serve(worker))
-            await self._unless_ended(worker.joined.wait())
+            await self.unless_ended(worker.joined.wait())
         except BaseException:
             await self.stop()
             raise
         return address
-
-    @property
-    def events(self) -> StateEvents:
-        assert self.worker is not None, "start() first"
-        return self.worker.lifecycle.events
-
-    async def wait_until(self, state: EngineState, *, times: int | None = None) -> None:
-        """See StateEvents.has_reached(). Raises EngineFailedError if the engine ends first."""
-        if not self.events.has_reached(state, times=times):
-            await self._unless_ended(self.events.wait(state, times=times))
 
     async def stop(self) -> None:
         """End the worker, then the coordinator if it was started here. Idempotent; raises nothing of theirs."""
@@ -347,7 +330,8 @@ class _Service:
         if worker.failure is not None:
             raise EngineFailedError(f"engine {self._name} failed: {worker.failure}") from worker.failure
 
-    async def _unless_ended(self, wait: Coroutine[Any, Any, object]) -> None:
+    async def unless_ended(self, wait: Coroutine[Any, Any, object]) -> None:
+        """Await `wait`. Raises EngineFailedError if the engine ends first."""
         assert self.task is not None
         waiting = asyncio.create_task(wait)
         try:
