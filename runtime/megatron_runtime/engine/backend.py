@@ -114,16 +114,20 @@ class RankResults:
 
     @classmethod
     def of_failure(cls, error: Exception, *, ranks: int) -> Self:
-        """The results if `error` ended the verb: it failed on the rank that the error names, or else on rank 0."""
-        return cls(ranks, {getattr(error, "rank", 0): str(getattr(error, "cause", None) or error)})
+        """The results if `error` ended the verb: on the rank that the error names, or else on all ranks alike."""
+        if hasattr(error, "rank"):
+            return cls(ranks, {error.rank: str(getattr(error, "cause", error))})
+        return cls(ranks, dict.fromkeys(range(ranks), str(error)))
 
     @property
     def error(self) -> str | None:
-        """Every cause, with its rank if there are several; None if all ranks are done."""
+        """Every cause with its rank, or the cause alone if all ranks have the same; None if all ranks are done."""
         if not self.failed:
             return None
-        causes = sorted(self.failed.items())
-        return "; ".join(cause if self.ranks == 1 else f"rank {rank}: {cause}" for rank, cause in causes)
+        causes = set(self.failed.values())
+        if len(self.failed) == self.ranks and len(causes) == 1:
+            return causes.pop()
+        return "; ".join(f"rank {rank}: {cause}" for rank, cause in sorted(self.failed.items()))
 
     def require(self, verb: str) -> None:
         """Raise RuntimeError if a rank failed."""

@@ -63,6 +63,7 @@ def test_results_name_every_rank_that_failed_where_there_are_several() -> None:
     assert RankResults(4).error is None
     assert RankResults(1, {0: "disk full"}).error == "disk full"
     assert RankResults(4, {2: "disk full", 1: "it hangs"}).error == "rank 1: it hangs; rank 2: disk full"
+    assert RankResults.of_failure(OSError("disk full"), ranks=4).error == "disk full"
     lost = RankLostError(3, "its connection ended", by_silence=True)
     assert RankResults.of_failure(lost, ranks=4).failed == {3: "its connection ended"}
     with pytest.raises(RuntimeError, match="PAUSE failed: rank 3: its connection ended"):
