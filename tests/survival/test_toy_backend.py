@@ -95,8 +95,16 @@ async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
     await pool.control(Header.SUSPEND)
     await asyncio.sleep(10 * toy_backend.TICK_SECONDS)
     assert load.tokens == held
+    await pool.fleet.engine_program("engine-2", TOY)  # one that joins loads nothing before RESUME
+    await until_status(
+        pool.admin,
+        lambda status: [engine.state for engine in status.engines] == ["SUSPENDED"] * 3,
+        what="a third engine has joined the suspended pool",
+    )
     await pool.control(Header.RESUME)
     await pool.control(Header.UNPAUSE)
+    for number in range(20, 40):
+        load.add([number, 5], 10)
     await load.finish()
     for record in load.records:
         record.check(toy_answer(record.prompt, record.length))
