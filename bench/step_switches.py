@@ -28,12 +28,13 @@ import numpy as np
 from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_kernels.cpu.switches import OF_A_STEP, Switch
 from megatron_kernels.cpu.tuning import TUNING_VARIABLE
+from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.engine.build import LoadedEngine, build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
@@ -58,7 +59,7 @@ class Engine:
     def __init__(self, model: str, dtype: str, threads: int, settings: Mapping[str, Mapping[str, str]]) -> None:
         built = _load(model, dtype, threads)
         assert built.controller is not None
-        self._engine: DynamicInferenceEngine = built.engine
+        self._engine: EngineCore = built.core
         self._controller = built.controller
         self._wrappers = {}
         for name, environment in settings.items():
@@ -99,8 +100,8 @@ class Engine:
             self._engine.step()
 
 
-def _load(model: str, dtype: str, threads: int) -> LoadedEngine:
-    built = build_engine(
+def _load(model: str, dtype: str, threads: int) -> NativeBackend:
+    built = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -111,11 +112,11 @@ def _load(model: str, dtype: str, threads: int) -> LoadedEngine:
             prefix_caching=False,
         )
     )
-    built.engine.executor.load()
+    built.core.executor.load()
     return built
 
 
-def _decoder(built: LoadedEngine) -> NativeDecoder:
+def _decoder(built: NativeBackend) -> NativeDecoder:
     assert built.controller is not None
     wrapper = built.controller.inference_wrapped_model
     if not isinstance(wrapper, GPTInferenceWrapper) or not isinstance(wrapper.model, NativeDecoder):

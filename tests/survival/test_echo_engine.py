@@ -10,11 +10,7 @@ from eventually import LONG_SECONDS
 from machine import scaled
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.coordinator import Coordinator
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.build import build_engine
-from megatron_runtime.engine.faults import (
+from megatron_runtime.backends.echo.faults import (
     CrashOnToken,
     DropHeartbeats,
     FailStep,
@@ -25,6 +21,11 @@ from megatron_runtime.engine.faults import (
     StallVerb,
     parse_faults,
 )
+from megatron_runtime.backends.registry import build_backend, link_for
+from megatron_runtime.coordinator.core.coordinator import Coordinator
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.backend import BackendFailure
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -55,7 +56,7 @@ class Stage:
             echo_ranks=ranks,
             kv_cache_memory=1 << 20,
         )
-        worker = self.workers[name] = EngineWorker(settings, build_engine(settings))
+        worker = self.workers[name] = EngineWorker(settings, build_backend(settings), link=link_for(settings))
         self.runs.append(asyncio.create_task(worker.run()))
         return worker
 
@@ -127,13 +128,13 @@ def test_the_documented_faults_are_faults() -> None:
 )
 def test_a_real_executor_takes_no_faults(options) -> None:
     with pytest.raises(ValueError, match="--executor echo"):
-        build_engine(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
+        build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
 
 
 def test_a_fault_of_a_rank_that_is_not_there_is_refused() -> None:
     faults = ("fail-verb:verb=PAUSE,rank=2",)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        build_engine(
+        build_backend(
             EngineSettings(coordinator="tcp://h:1", name="e", executor="echo", echo_ranks=2, echo_faults=faults)
         )
 
@@ -145,7 +146,7 @@ async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
         ack = await stage.control(kind, kind.name)
         assert (ack.ranks, ack.total_ranks) == (5, 5)
     for worker in workers:
-        ranks = worker._loaded.ranks
+        ranks = worker._backend.ranks
         joined = 1  # an engine that joins unpauses by itself
         expected = {Header.PAUSE: 1, Header.SUSPEND: 1, Header.RESUME: 1, Header.UNPAUSE: 1 + joined}
         assert ranks.acted == [expected] * ranks.count
@@ -161,9 +162,10 @@ async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, cl
         while not stage.coordinator.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
             await asyncio.sleep(0.01)
     if way == "rank ended":
-        worker.fail(RankLostError(1, "its connection ended"))
+        worker.on_failure(BackendFailure.of(RankLostError(1, "its connection ended")))
     elif way == "rank silent":
-        worker.fail(RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True))
+        silent = RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True)
+        worker.on_failure(BackendFailure.of(silent))
     elif way == "control":
         worker._controls.put_nowait(None)
         worker._obey = None

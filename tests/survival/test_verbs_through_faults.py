@@ -1,7 +1,6 @@
 """Verbs whose acknowledgements and commits are lost, doubled and late: right end state, done once, no false success."""
 
 import asyncio
-import dataclasses
 import random
 from collections import Counter
 
@@ -11,12 +10,14 @@ from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
 
+from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.echo.simulated_ranks import SimulatedRanks
 from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.simulated_ranks import SimulatedRanks
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
@@ -40,16 +41,31 @@ LEGAL = {
 
 
 class RecordingRanks(SimulatedRanks):
-    """Knows how often each operation was acted on; an engine that converges by itself has no operation id."""
+    """Counts how often each operation was acted on; an engine that converges by itself has no operation id."""
 
     def __init__(self) -> None:
         super().__init__(RANKS)
         self.operations: Counter[str] = Counter()
+        self._operation_id: str | None = None
 
-    async def confirm(self, control: Control) -> None:
-        await super().confirm(control)
-        if control.operation_id is not None:
-            self.operations[control.operation_id] += 1
+    def record(self, lifecycle: Lifecycle) -> None:
+        """Note the operation of each control message that `lifecycle` handles, one at a time."""
+        handle = lifecycle.handle
+
+        async def recorded(control: Control) -> ControlAck:
+            self._operation_id = control.operation_id
+            try:
+                return await handle(control)
+            finally:
+                self._operation_id = None
+
+        lifecycle.handle = recorded
+
+    async def confirm(self, signal: Header) -> RankResults:
+        results = await super().confirm(signal)
+        if self._operation_id is not None:
+            self.operations[self._operation_id] += 1
+        return results
 
 
 class Scene:
@@ -77,9 +93,18 @@ class Scene:
 
     def _worker(self, name: str) -> EngineWorker:
         settings = EngineSettings(
-            coordinator=self.proxies[0].address, name=name, executor="echo", kv_cache_memory=1 << 18, max_requests=8
+            coordinator=self.proxies[0].address,
+            name=name,
+            executor="echo",
+            echo_ranks=RANKS,
+            kv_cache_memory=1 << 18,
+            max_requests=8,
         )
-        return EngineWorker(settings, dataclasses.replace(build_engine(settings), ranks=self.ranks[name]))
+        backend = EchoBackend(settings)
+        backend.ranks = self.ranks[name]
+        worker = EngineWorker(settings, backend)
+        self.ranks[name].record(worker.lifecycle)
+        return worker
 
     async def __aenter__(self) -> "Scene":
         for link in (self.admin, self.witness):

@@ -6,7 +6,7 @@ import click
 
 import megatron_runtime
 from megatron_runtime.cli.options import LazyGroup
-from megatron_runtime.cli.processes import end_with_parent
+from megatron_runtime.process.parent import end_with_parent
 
 
 @click.group(

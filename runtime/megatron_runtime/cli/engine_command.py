@@ -125,7 +125,7 @@ if TYPE_CHECKING:
     multiple=True,
     envvar="MEGATRON_ENGINE_FAULTS",
     metavar="SPEC",
-    help="What goes wrong in an echo engine, such as fail-verb:verb=PAUSE,rank=1; see engines/faults.py.",
+    help="What goes wrong in an echo engine, such as fail-verb:verb=PAUSE,rank=1; see backends/echo/faults.py.",
 )
 @click.option("--drain-seconds", type=SECONDS, default=60)
 @log_level
@@ -144,20 +144,25 @@ def command(
     sizes = ParallelSizes(tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel)
     settings = EngineSettings(keys_dir=keys_dir, parallel=sizes, **options)
     if sizes.world == 1:
-        from megatron_runtime.engine import worker
-
-        worker.run(settings)
+        _run_engine(settings)
     else:
         _run_ranks(settings)
+
+
+def _run_engine(settings: EngineSettings) -> None:
+    """Compose the worker and the backend that `settings` choose."""
+    from megatron_runtime.backends.registry import build_backend, link_for
+    from megatron_runtime.engine import worker
+
+    worker.run(settings, build_backend, link=link_for(settings))
 
 
 def _run_ranks(settings: EngineSettings) -> None:
     """Be one rank of several, or start those of this machine."""
     from megatron_runtime.backends.native.ranked.executor import end_with
+    from megatron_runtime.backends.registry import run_other_rank
     from megatron_runtime.distributed.errors import RankError
     from megatron_runtime.distributed.shard import node_identity, rank_identity
-    from megatron_runtime.engine import worker
-    from megatron_runtime.engine.build import run_other_rank
 
     identity = rank_identity(settings.parallel)
     if identity is None:
@@ -170,7 +175,7 @@ def _run_ranks(settings: EngineSettings) -> None:
         return
     try:
         if identity.rank == 0:
-            worker.run(settings)
+            _run_engine(settings)
         else:
             run_other_rank(settings, identity)
     except RankError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import signal
 import socket
@@ -18,14 +17,11 @@ from typing import TYPE_CHECKING
 import psutil
 
 from megatron_runtime.distributed.shard import NodeIdentity
+from megatron_runtime.process.parent import PARENT_VARIABLE
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-PARENT_VARIABLE = "MEGATRON_PARENT_PID"
-"""Set by a supervisor for its children: they end when that process does, however it ends."""
-
-_PR_SET_PDEATHSIG = 1
 RESTARTS = 3
 RESTART_WINDOW_SECONDS = 60.0
 _LINES_KEPT = 20
@@ -34,19 +30,6 @@ OUTLIVE_SECONDS = 4.0
 """Ranks that live for so long after another one has ended are killed."""
 _UNUSED_SIGNAL = "SIGUSR2"
 """The agent ends its ranks at once on the signals that it handles, but SIGTERM must let rank 0 drain."""
-
-
-def end_with_parent() -> None:
-    """Where a supervisor started this process, arrange for SIGTERM when the supervisor dies. Linux only."""
-    parent = os.environ.pop(PARENT_VARIABLE, None)
-    if parent is None or sys.platform != "linux":
-        return
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    # The supervisor may have died before the call above: then no signal will come.
-    if os.getppid() != int(parent):
-        sys.exit(1)
 
 
 def free_ports(count: int) -> list[int]:

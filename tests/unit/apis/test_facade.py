@@ -304,7 +304,7 @@ class TestCoordinatorMode:
 
 
 async def state_of(llm: MegatronLLM) -> EngineState:
-    return llm.engine._listening._worker.lifecycle.state
+    return llm.engine._service.worker.lifecycle.state
 
 
 def as_rank_0(call, patched):

@@ -13,12 +13,12 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.apis import MegatronLLM
+from megatron_runtime.backends.native.build import build_native
 from megatron_runtime.backends.native.device import select_device
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -181,7 +181,7 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
             engine.suspend()
             engine.resume()
         if random.random() < 0.05:
-            engine._scheduler.preempt_all()
+            engine.core._scheduler.preempt_all()
         if random.random() < 0.03:
             tiny.stage_weights(directory)
             engine.swap_weights(engine.epoch + 1)
@@ -220,4 +220,4 @@ def test_the_facade_and_the_command_take_it() -> None:
     with MegatronLLM.from_pretrained("builtin:smollm2-135m", inference_config=config, threads=1) as llm:
         assert isinstance(llm.controller.inference_wrapped_model.model, BatchInvariantDecoder)
     settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", batch_invariant=True)
-    assert build_engine(settings).engine.config.batch_invariant
+    assert build_native(settings).core.config.batch_invariant

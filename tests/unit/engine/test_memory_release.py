@@ -36,6 +36,13 @@ def memory():
     return info.rss - info.shared
 
 
+def suspend(engine):
+    engine.suspend()
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join()  # it may hold one mapping for as long as it joins two MiB of it
+
+
 def life(mode):
     config = InferenceConfig(
         kv_cache_management_mode=mode, enable_prefix_caching=True, block_size_tokens=16, enable_chunked_prefill=True
@@ -53,15 +60,12 @@ def life(mode):
     step = lambda: [token for output in engine.step() for token in output.new_tokens]
     answer = step() + step()
     report["used"] = memory()
-    engine.suspend()
-    for thread in threading.enumerate():
-        if thread.name == PAGES_THREAD:
-            thread.join()  # it may hold one mapping for as long as it joins two MiB of it
+    suspend(engine)
     report["suspended"] = memory()
     engine.resume()
     while engine.has_work:
         answer += step()
-    engine.suspend()
+    suspend(engine)
     return {**report, "answer": answer}
 
 print(json.dumps({mode: life(mode) for mode in KVCacheManagementMode}))

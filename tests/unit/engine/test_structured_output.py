@@ -11,16 +11,16 @@ import numpy as np
 import pytest
 from hostile_grammars import REJECTED_BY_TRIAL
 
+from megatron_runtime.backends.echo.backend import EchoBackend
+from megatron_runtime.backends.native import text_generation_controller
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.request import Status
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.text_generation_controllers import text_generation_controller
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -65,7 +65,7 @@ def answers_of(
     for index, params in enumerate(requests):
         grammar = executor.controller.begin_grammar(params, before[index])
         engine.add_request(
-            EngineRequest(index, prompt, np.array(before[index], np.int32), params, seed=index, grammar=grammar)
+            EngineRequest(index, prompt, np.array(before[index], np.int32), params, seed=index), grammar=grammar
         )
     answers: list[tuple[list[int], str | None]] = [(list(tokens), None) for tokens in before]
     while engine.has_work:
@@ -128,16 +128,15 @@ def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: T
 
 
 def test_an_echo_engine_keeps_to_the_structure_too() -> None:
-    loaded = build_engine(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", executor="echo"))
+    echo = EchoBackend(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", executor="echo"))
     params = SamplingParams(structured_output={"type": "json_schema", "value": PERSON})
     prompt = np.array([1, 2, 3], np.int32)
-    loaded.engine.executor.load()
-    loaded.engine.add_request(
-        EngineRequest(1, prompt, np.empty(0, np.int32), params, grammar=loaded.begin_grammar(params, []))
-    )
-    tokens = [token for _ in range(500) for output in loaded.engine.step() for token in output.new_tokens]
-    assert loaded.controller is not None
-    assert is_person(loaded.controller.detokenize(tokens))
+    assert echo.controller is not None
+    echo.core.executor.load()
+    grammar = echo.controller.begin_grammar(params, [])
+    echo.core.add_request(EngineRequest(1, prompt, np.empty(0, np.int32), params), grammar=grammar)
+    tokens = [token for _ in range(500) for output in echo.core.step() for token in output.new_tokens]
+    assert is_person(echo.controller.detokenize(tokens))
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,9 @@ from scripted_engine import ScriptedEngine
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.registry import build_backend
 from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -159,7 +159,7 @@ async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_pa
         kv_cache_memory=1 << 20,
         keys_dir=tmp_path,
     )
-    worker = EngineWorker(settings, build_engine(settings))
+    worker = EngineWorker(settings, build_backend(settings))
     serving = asyncio.create_task(worker.run())
     await site.client.start(connect_timeout_seconds=LONG_SECONDS)
     asked: list[asyncio.Task[list[int]]] = []

@@ -14,7 +14,8 @@ from click.testing import CliRunner
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.options import Memory
-from megatron_runtime.cli.processes import PARENT_VARIABLE, Child, ChildFailedError, Supervisor
+from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
+from megatron_runtime.process.parent import PARENT_VARIABLE
 
 MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
 

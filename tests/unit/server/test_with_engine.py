@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.coordinator.core.coordinator import Coordinator
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -48,9 +48,9 @@ class Stack:
             max_requests=8,
             kv_cache_memory=1 << 20,
         )
-        loaded = build_engine(engine_settings)
-        self.engine = loaded.engine
-        self.worker = EngineWorker(engine_settings, loaded)
+        backend = EchoBackend(engine_settings)
+        self.engine = backend.core
+        self.worker = EngineWorker(engine_settings, backend)
         self._serving = asyncio.create_task(self.worker.run())
         self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
         await self.client.start(connect_timeout_seconds=LONG_SECONDS)

@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.backends.native.admission import OpenRequest
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock
-from megatron_runtime.engine.engine_request import OpenRequest
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 

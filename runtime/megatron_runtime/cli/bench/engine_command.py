@@ -13,11 +13,11 @@ import click
 import numpy as np
 import torch
 
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.cli.bench.report import Counts, Figure, json_file, report
 from megatron_runtime.cli.options import COUNT, Memory, readable_errors
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
@@ -37,7 +37,7 @@ def run(
     kv_cache_memory: int,
 ) -> Iterator[Figure]:
     """batch: numbers of requests, each a separate run. Sizes in tokens; greedy, no request ends early."""
-    engine = build_engine(
+    engine = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -50,7 +50,7 @@ def run(
             threads=threads,
             prefix_caching=False,
         )
-    ).engine
+    ).core
     executor = engine.executor
     assert isinstance(executor, TorchExecutor)
     begun = time.perf_counter()
@@ -87,9 +87,7 @@ def memory_bandwidth() -> float:
     return best
 
 
-def _generate(
-    engine: DynamicInferenceEngine, batch: int, prompt_tokens: int, new_tokens: int
-) -> tuple[float, float, int]:
+def _generate(engine: EngineCore, batch: int, prompt_tokens: int, new_tokens: int) -> tuple[float, float, int]:
     """Seconds until every request has its first token, seconds from there to the last token, and decode steps."""
     rng = np.random.default_rng(batch)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)

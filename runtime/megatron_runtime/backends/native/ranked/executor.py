@@ -19,8 +19,9 @@ from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import GroupError
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.distributed.watch import StepProgress
+from megatron_runtime.engine.backend import RankResults
 from megatron_runtime.engine.termination import write_termination_message
-from megatron_runtime.protocol.messages import Control
+from megatron_runtime.protocol.headers import Header
 
 _LONG = frozenset(
     {"load", "unload", "release_weights", "release_kv", "stage_weights", "swap_weights", "drop_staged", "profile"}
@@ -108,7 +109,7 @@ class EnginePart:
 
 
 class RankedExecutor:
-    """Implements Executor, and lifecycle.Ranks: every rank confirms every order; an error names the rank.
+    """Implements Executor, and backend.Ranks: each rank acknowledges each order; what fails names the rank.
 
     local:    rank 0's own part.
     progress: of rank 0's steps.
@@ -208,9 +209,15 @@ class RankedExecutor:
             parts += answer
         return merge(parts, len(plan.query_lengths))
 
-    async def confirm(self, control: Control) -> None:
-        """Return when every rank has done all earlier orders: it takes them one after the other."""
-        await asyncio.to_thread(self._everywhere, "confirm", control.kind.name)
+    # --- Ranks --------------------------------------------------------------------------------------------------
+
+    async def confirm(self, signal: Header) -> RankResults:
+        """Every rank has done all that came before: it takes orders one after the other."""
+        try:
+            await asyncio.to_thread(self._everywhere, "confirm", signal.name)
+        except RankError as error:
+            return RankResults.of_failure(error, ranks=self.count)
+        return RankResults(self.count)
 
     def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
         """Set what happens when a rank is lost or is asked to end. Both are called on another thread.

@@ -1,4 +1,4 @@
-"""Requests that wait for their grammar: steps and other requests go on meanwhile."""
+"""Requests that wait for their grammar, while steps and other requests continue."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Done = Callable[["asyncio.Task[GrammarState | None]"], None]
 class GrammarQueue:
     """Begins grammars off the event loop: one new grammar at a time, in order of arrival.
 
-    A grammar that was compiled before passes those that wait. All methods run on the event loop.
+    A grammar that was compiled before overtakes those that wait. All methods run on the event loop.
     """
 
     def __init__(self) -> None:
@@ -59,22 +59,20 @@ class GrammarQueue:
 
     async def _run(self, begin: Begin, *, is_known: bool, deadline_seconds: float | None) -> GrammarState | None:
         async with asyncio.timeout(deadline_seconds):
+            loop = asyncio.get_running_loop()
             if is_known:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, begin)
+                return await loop.run_in_executor(self._threads, begin)
             await self._compiling.acquire()
-            return await asyncio.shield(self._compile(begin))
+            try:
+                compiling = loop.run_in_executor(self._threads, begin)
+            except BaseException:
+                self._compiling.release()
+                raise
+            # Shielded: a task that was cancelled does not let the next one begin before its grammar is compiled.
+            compiling.add_done_callback(self._compiled)
+            return await asyncio.shield(compiling)
 
-    def _compile(self, begin: Begin) -> asyncio.Future[GrammarState | None]:
-        """Run `begin`; a task that was cancelled does not make room for the next one before it has ended."""
-        try:
-            running = asyncio.get_running_loop().run_in_executor(self._threads, begin)
-        except BaseException:
-            self._compiling.release()
-            raise
-        running.add_done_callback(self._compiled)
-        return running
-
-    def _compiled(self, running: asyncio.Future[GrammarState | None]) -> None:
+    def _compiled(self, compiling: asyncio.Future[GrammarState | None]) -> None:
         self._compiling.release()
-        if not running.cancelled():
-            running.exception()  # read here: nothing else may, where the request was dropped
+        if not compiling.cancelled():
+            compiling.exception()  # read here: nothing else reads it if the request was dropped

@@ -1,6 +1,6 @@
-"""The engine: one readable loop. schedule() makes a step plan, the executor runs it, collect() appends and finishes.
+"""The engine's core: one loop. schedule() makes a step plan, the executor runs it, collect() appends and finishes.
 
-No torch here. Not thread-safe: one thread owns an engine.
+No torch. Not thread-safe: one thread owns a core.
 """
 
 from __future__ import annotations
@@ -10,54 +10,51 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.admission import Admission, refuse_what_is_not_done
+from megatron_runtime.backends.native.admission import Admission, OpenRequest, check_config
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext, RequestOverflowError
 from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
-from megatron_runtime.engine.engine_request import (
-    EngineRequest,
-    EngineStats,
-    FinishReason,
-    OpenRequest,
-    RequestOutput,
-    StepSizes,
-)
-from megatron_runtime.engine.in_program import EngineInProgram
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
 logger = logging.getLogger(__name__)
 
 SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
-"""What a suspend may give back."""
+"""What a suspend may release."""
 
 MASK_GRACE_SECONDS = 0.02
-"""How long a step waits for the masks of grammars. A mask that takes longer delays its own request alone."""
+"""How long a step waits for the masks of grammars. A mask that takes longer delays only its own request."""
 
 _MASK_POLL_SECONDS = 0.02
-"""How long the engine waits at once where nothing but masks is left to wait for: commands come in between."""
+"""How long the engine waits at a time if only masks are missing: commands run in between."""
 
 
 @dataclass(slots=True)
 class _Totals:
     steps: int = 0
+    last_step: float | None = None
     prompt_tokens: int = 0
     generation_tokens: int = 0
     step_sizes: StepSizes = field(default_factory=StepSizes)
 
 
-class DynamicInferenceEngine(EngineInProgram):
+class EngineCore:
     """Continuous batching over a paged KV cache.
 
     Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
-    When pages run out the request that is last in line is preempted: it keeps its tokens and is computed again later.
-    Nothing that was generated is ever sampled again.
+    When pages run out, the request that is last in line is preempted: it keeps its tokens and its KV is computed again
+    later. A token that was generated is never sampled again.
 
     clock: seconds, monotonic; deadlines and times are on it.
     """
@@ -65,8 +62,7 @@ class DynamicInferenceEngine(EngineInProgram):
     def __init__(
         self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        super().__init__()
-        refuse_what_is_not_done(config)
+        check_config(config)
         self.executor = executor
         self.config = config
         self.epoch = 0
@@ -92,8 +88,10 @@ class DynamicInferenceEngine(EngineInProgram):
     def has_work(self) -> bool:
         return bool(self._scheduler.open)
 
-    def add_request(self, request: EngineRequest) -> None:
+    def add_request(self, request: EngineRequest, *, grammar: GrammarState | None = None) -> None:
         """Queue a request.
+
+        grammar: what the answer must match, as it stands after the request's generated tokens.
 
         Raises:
             MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
@@ -101,7 +99,9 @@ class DynamicInferenceEngine(EngineInProgram):
         """
         if request.request_id in self._scheduler.open:
             raise ValueError(f"request_id {request.request_id} is already open")
-        opened = self._admission.open(request, arrival=next(self._arrivals), now=self._clock(), epoch=self.epoch)
+        opened = self._admission.open(
+            request, grammar=grammar, arrival=next(self._arrivals), now=self._clock(), epoch=self.epoch
+        )
         waiting = len(self._scheduler.waiting)
         if waiting >= self.config.max_waiting:
             raise RequestOverflowError(
@@ -113,54 +113,49 @@ class DynamicInferenceEngine(EngineInProgram):
             self._continued.append(opened)
 
     def abort_request(self, request_id: int) -> bool:
-        """Forget a request and free what it holds, now: it was aborted, or ended by a stop text. False if not open."""
+        """Forget a request and free its memory now: it was aborted, or ended by a stop text. False if not open."""
         request = self._scheduler.open.get(request_id)
         if request is not None:
             self._scheduler.remove(request)
         return request is not None
 
     def reset(self, *, preserve_prefix_cache: bool = False) -> None:
-        """Forget every request, without an answer, and what prefixes were computed unless that is to be kept.
-
-        Raises RuntimeError while the engine serves a coordinator, which would wait for the answers.
-        """
-        with self._alone():
-            for request_id in list(self._scheduler.open):
-                self.abort_request(request_id)
-            if not preserve_prefix_cache:
-                self.context.clear_prefix_cache()
+        """Forget every request without an answer, and the prefix cache unless it is to be kept."""
+        for request_id in list(self._scheduler.open):
+            self.abort_request(request_id)
+        if not preserve_prefix_cache:
+            self.context.clear_prefix_cache()
 
     # --- the loop -----------------------------------------------------------------------------------------------
 
     def step(self) -> list[RequestOutput]:
-        """Run one step. Returns what it brought, and the requests that ended without running."""
-        self._log_load()
+        """Run one step. Return what it brought, and the requests that ended without running."""
         outputs = self._end_overdue() + self._end_exhausted()
         self._wait_for_masks()
         plan = self.schedule()
         if plan is None:
             self._scheduler.wait_for_mask(_MASK_POLL_SECONDS)
-            return outputs
-        return outputs + self.collect(self.executor.execute(plan))
+        else:
+            outputs += self.collect(self.executor.execute(plan))
+        totals, interval = self._totals, self.config.logging_step_interval
+        totals.steps += 1
+        totals.last_step = self._clock()
+        if interval and totals.steps % interval == 0:
+            logger.info("step %d: %s", totals.steps, self.stats())
+        return outputs
 
     def _wait_for_masks(self) -> None:
-        """Masks of grammars are computed meanwhile. Those that take long are waited for once, for a moment in all; then
-        their requests are left out of the steps until the masks are there.
+        """Wait once for new masks of grammars, which other threads compute, for MASK_GRACE_SECONDS in all. Then steps
+        leave their requests out until the masks are ready.
         """
         until = time.monotonic() + MASK_GRACE_SECONDS
         for grammar in self._scheduler.fresh_masks():
             grammar.wait(max(0.0, until - time.monotonic()))
 
-    def _log_load(self) -> None:
-        interval = self.config.logging_step_interval
-        self._totals.steps += 1
-        if interval and self._totals.steps % interval == 0:
-            logger.info("step %d: %s", self._totals.steps, self.stats())
-
     def _end(
         self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
     ) -> RequestOutput:
-        """The last output of `request`, which is open no longer. `newest` is the last of all its tokens."""
+        """Close `request` and return its last output. `newest` is the last of all its tokens."""
         self._scheduler.remove(request)
         request.note(Event.FAIL if reason == "error" else Event.FINISH)
         return RequestOutput(
@@ -195,7 +190,7 @@ class DynamicInferenceEngine(EngineInProgram):
         return outputs
 
     def schedule(self) -> StepPlan | None:
-        """Choose the rows of the next step; None when there is nothing to run."""
+        """Choose the rows of the next step and return its plan; None if there is nothing to run."""
         self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
         return self._plan(self._rows) if self._rows is not None else None
 
@@ -228,7 +223,7 @@ class DynamicInferenceEngine(EngineInProgram):
         )
 
     def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:
-        """Prompt tokens whose log-probabilities this step brings, by row."""
+        """Return the prompt tokens whose log-probabilities this step computes, by row."""
         targets = {}
         for row in np.flatnonzero(starts + 1 < self.context.prompt_length[rows.slots]).tolist():
             found = rows.requests[row].prompt_targets(int(starts[row]), int(rows.counts[row]))
@@ -237,7 +232,7 @@ class DynamicInferenceEngine(EngineInProgram):
         return targets
 
     def collect(self, result: StepResult) -> list[RequestOutput]:
-        """Append the sampled tokens, and end what is done."""
+        """Append the sampled tokens, end the requests that are complete, and return the outputs."""
         rows, context = self._rows, self.context
         assert rows is not None, "schedule() first"
         self._rows = None
@@ -281,7 +276,7 @@ class DynamicInferenceEngine(EngineInProgram):
 
     @staticmethod
     def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
-        """Why a request ends whose newest token is `token`; None if it goes on."""
+        """Return why a request ends whose newest token is `token`; None if it continues."""
         if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
             return "stop"
         if request.grammar is not None and request.grammar.is_complete:
@@ -291,7 +286,7 @@ class DynamicInferenceEngine(EngineInProgram):
     # --- weights and memory -------------------------------------------------------------------------------------
 
     def set_epoch(self, epoch: int) -> None:
-        """The weights are of `epoch` from here on. KV of another epoch is not reused by requests to come."""
+        """Label the weights with `epoch` from now on. Later requests do not reuse KV of another epoch."""
         if epoch == self.epoch:
             return
         self.epoch, context = epoch, self.context
@@ -303,10 +298,10 @@ class DynamicInferenceEngine(EngineInProgram):
             request.stamp_epoch(epoch, total_tokens=total, num_computed=computed)
 
     def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
-        """Give memory back. Requests keep their tokens; their KV stays, goes to host memory, or is computed again
-        after resume(), as kv_cache_management_mode says.
+        """Release memory. Requests keep their tokens; their KV stays, moves to host memory, or is computed again after
+        resume(), as kv_cache_management_mode says.
 
-        tags: what to give back, of SUSPEND_TAGS.
+        tags: what to release, of SUSPEND_TAGS. Raises ValueError for another one.
         """
         unknown = set(tags) - SUSPEND_TAGS
         if unknown:
@@ -322,12 +317,12 @@ class DynamicInferenceEngine(EngineInProgram):
             self.executor.release_weights()
 
     def resume(self) -> None:
-        """Bring back what suspend() gave back. Raises if there is not enough memory, or if weights are not sound."""
+        """Reallocate what suspend() released. Raises if memory is short or the weights are not sound."""
         self.executor.load()
 
     def swap_weights(self, epoch: int) -> None:
-        """The staged weights are in use from here on, as `epoch`. No KV of the old ones is used any more: requests in
-        flight keep their tokens and have their KV computed again.
+        """Use the staged weights from now on, as `epoch`. Requests in flight keep their tokens; their KV, which the old
+        weights made, is computed again.
         """
         self.executor.swap_weights()
         self._scheduler.preempt_all()
@@ -337,12 +332,16 @@ class DynamicInferenceEngine(EngineInProgram):
     # --- introspection ------------------------------------------------------------------------------------------
 
     def take_block_events(self) -> BlockEvents:
-        """Blocks that became findable or no longer are since the last call."""
+        """Return the blocks that the prefix cache stored and evicted since the last call."""
         return self.context.prefix_cache.take_events()
 
-    def stats(self) -> EngineStats:
+    def stats(self) -> BackendStats:
+        """Counters since the start, and the load of this moment. May be called from any thread."""
         scheduler = self._scheduler
-        return EngineStats(
+        return BackendStats(
+            steps=self._totals.steps,
+            last_step=self._totals.last_step,
+            weights_digest=self.executor.digest,
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
             kv_usage=self.context.usage,
@@ -356,6 +355,6 @@ class DynamicInferenceEngine(EngineInProgram):
         )
 
     def check_integrity(self) -> None:
-        """Pages, prefix cache, slots and queues agree. Raises AssertionError."""
+        """Raise AssertionError if pages, prefix cache, slots and queues do not agree."""
         self.context.check_integrity()
         self._scheduler.check_integrity()

@@ -1,4 +1,4 @@
-"""Faults that an echo engine can be told to have, so that everything around an engine can be seen to survive them.
+"""Faults that an echo engine injects, so that tests can show what everything around an engine survives.
 
 A fault is written `NAME` or `NAME:key=value,key=value`:
 
@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from megatron_runtime.protocol.headers import CONTROLS, Header
+from megatron_runtime.protocol.headers import CONTROLS
 from megatron_runtime.protocol.messages import Abort, Message
 from megatron_runtime.transport.peer_link import PeerLink
 
@@ -30,7 +30,7 @@ class InvalidFaultError(ValueError):
 
 
 class InjectedFaultError(RuntimeError):
-    """What a fault that was asked for raises."""
+    """Raised by an injected fault."""
 
 
 class _Fault(BaseModel):
@@ -53,9 +53,6 @@ class _VerbFault(_Fault):
     verb: Literal[*sorted(header.name for header in CONTROLS)]  # type: ignore[valid-type]
     rank: int = Field(default=0, ge=0)
     times: int = Field(default=1, ge=1)
-
-    def concerns(self, kind: Header, rank: int) -> bool:
-        return (self.verb, self.rank) == (kind.name, rank)
 
 
 class FailVerb(_VerbFault):
@@ -88,7 +85,7 @@ class CrashOnToken(_Fault):
     token: int = Field(ge=0, lt=1 << 31)
     length: int = Field(default=1, ge=1)
     signal: Literal["SIGSEGV", "SIGKILL"] = "SIGSEGV"
-    """SIGSEGV comes of a null pointer: the first process of a container would not obey one that it sends itself."""
+    """SIGSEGV comes from a null pointer: process 1 of a container ignores one that it sends itself."""
 
 
 Fault: TypeAlias = Annotated[
@@ -108,13 +105,9 @@ class Faults:
     def of(self, kind: type[_T]) -> list[_T]:
         return [fault for fault in self.all if isinstance(fault, kind)]
 
-    @property
-    def concern_the_link(self) -> bool:
-        return bool(self.of(DropHeartbeats) or self.of(IgnoreAborts))
-
 
 def parse_faults(specs: Iterable[str]) -> Faults:
-    """Raises InvalidFaultError."""
+    """Read faults as in the list above. Raises InvalidFaultError."""
     return Faults(tuple(_parse(spec) for spec in specs))
 
 
@@ -135,7 +128,7 @@ def _parse(spec: str) -> Any:
 
 
 class FaultyLink(PeerLink):
-    """A link that keeps heartbeats or aborts to itself."""
+    """A link that drops heartbeats that it should send, or aborts that it receives."""
 
     def __init__(self, *args: Any, faults: Faults, on_message: Callable[[Message], None], **kwargs: Any) -> None:
         super().__init__(*args, on_message=on_message, **kwargs)
