@@ -9,7 +9,7 @@ from megatron_runtime.apis._llm_base import _MegatronLLMBase
 from megatron_runtime.apis._prompts import Prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from megatron_runtime.requests.answer import TextOfTokens, answered_request
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest, TextOfTokens, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 

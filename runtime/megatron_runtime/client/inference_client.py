@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 import time
@@ -44,6 +43,7 @@ from megatron_runtime.protocol.messages import (
     pack,
 )
 from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.transport.control_link import ControlCalls, ControlRefusedError
 from megatron_runtime.transport.peer_link import (
@@ -386,9 +386,7 @@ class InferenceClient(EngineVerbs):
     def _result(self, reply: dict[str, Any]) -> Any:
         if self._deserialize is False:
             return reply
-        # Loaded by name: the class that it gives has tensor fields, and who wants maps needs no torch.
-        records = importlib.import_module("megatron_runtime.requests.record")
-        record = records.DynamicInferenceRequestRecord.from_reply(reply)
+        record = DynamicInferenceRequestRecord.from_reply(reply)
         return record.merge() if self._deserialize else record
 
     # --- control ------------------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megatron_runtime.coordinator.spawn import CoordinatorProcess
     from megatron_runtime.engine.listening import Listening
     from megatron_runtime.engine.state_events import StateEvents
-    from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+    from megatron_runtime.requests.request import DynamicInferenceRequest
 
 
 class EngineInProgram:

@@ -31,9 +31,8 @@ from megatron_runtime.protocol.messages import (
     tokens_from_bytes,
     tokens_to_bytes,
 )
-from megatron_runtime.requests.answer import answered_request
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.errors import RequestRefusedError
+from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 _dispatch_ids = count(1)
