@@ -10,8 +10,7 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from megatron_runtime.client.inference_client import RequestRejectedError
-from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError
+from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.answer import Answer, Fragment, prompt_log_probs
 from megatron_runtime.server.backend import Backend

@@ -225,7 +225,7 @@ class TestRequests:
         assert client.context.closed
 
     async def test_a_client_alone_ends_a_request_whose_time_is_up(self, params, monkeypatch, unused_tcp_port) -> None:
-        monkeypatch.setattr("megatron_runtime.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
+        monkeypatch.setattr("megatron_runtime.client.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
         client = InferenceClient(unused_tcp_port)
         await client.start(connect_timeout_seconds=0)
         with pytest.raises(TimeoutError, match=str(unused_tcp_port)) as ended:
