@@ -23,9 +23,8 @@ from megatron_runtime.backends.native.text_generation_controller import TextGene
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.transport.control_link import ControlRefusedError

@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from megatron_runtime.apis._llm_base import GenerationChunk, Prompts, _MegatronLLMBase
 from megatron_runtime.apis.serve import ServeConfig
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 

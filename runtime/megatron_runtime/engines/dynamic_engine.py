@@ -22,9 +22,8 @@ from megatron_runtime.engine.state_events import StateEvents
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.engines.offline import OfflineRun
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.config import InferenceConfig, RoutingPolicy
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 __all__ = ["MASK_GRACE_SECONDS", "SUSPEND_TAGS", "DynamicInferenceEngine", "EngineFailedError"]

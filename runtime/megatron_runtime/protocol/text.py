@@ -1,4 +1,4 @@
-"""Text of foreign origin on its way to a log, a status or a terminal."""
+"""Escaping of untrusted text before it reaches a log, a status or a terminal."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ _MOST_BITS = 128
 
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape every character that a reader cannot see: control characters, ANSI sequences, bidirectional overrides,
+    """Escape every invisible character: control characters, ANSI sequences, bidirectional overrides,
     zero-width characters and line breaks become `\\x1b`, `\\u202e`, `\\n`. Escaping twice changes nothing.
 
     Args:
-        lines: keep line feeds, for text of several lines that this program has put together itself.
+        lines: keep line feeds, for text of several lines that this program has composed.
     """
     if text.isprintable():
         return text

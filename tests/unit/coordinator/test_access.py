@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from vectors import VECTORS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.coordinator import Coordinator
@@ -18,7 +19,6 @@ from megatron_runtime.coordinator.metrics import CoordinatorMetrics
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
-from megatron_runtime.protocol.vectors import VECTORS
 from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 

@@ -33,7 +33,6 @@ from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 FAST = LinkTimings(
     hello_retry=0.05,
-    hello_retry_max=0.2,
     status_interval=0.2,
     status_interval_busy=0.05,
     answer_timeout=1.0,

@@ -24,7 +24,6 @@ AT_ONCE = 5
 FAULT_RATE = 0.3
 TIMINGS = LinkTimings(
     hello_retry=0.02,
-    hello_retry_max=0.04,
     status_interval=0.05,
     status_interval_busy=0.03,
     answer_timeout=0.2,

@@ -10,8 +10,7 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
-from megatron_runtime.client.inference_client import RequestRejectedError
-from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError
+from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
 from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.errors import ApiError, from_reply_error, try_again

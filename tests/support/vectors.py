@@ -1,6 +1,6 @@
-"""One example of every message with its exact bytes: what a second implementation checks itself against.
+"""Test vectors: one example of every message with its exact bytes.
 
-`python -m megatron_runtime.protocol.vectors` prints the table that docs/protocol.md carries.
+`PYTHONPATH=tests/support .venv/bin/python -m vectors` prints the table at the end of docs/protocol.md.
 """
 
 from __future__ import annotations
