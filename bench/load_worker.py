@@ -18,7 +18,7 @@ def main() -> None:
     importlib.import_module("torch")
     torch_at, cpu_at = time.perf_counter(), time.process_time()
     # What build_engine() imports when it is called, so that it can be told from the load.
-    for name in ("engines.torch_executor", "loading.source"):
+    for name in ("backends.native.select", "checkpoints.source"):
         importlib.import_module(f"megatron_runtime.{name}")
     from megatron_runtime.engine.build import build_engine
     from megatron_runtime.engine.settings import EngineSettings

@@ -26,7 +26,7 @@ from eventually import LONG_SECONDS
 TORCH = (
     "megatron_runtime.apis",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.native.torch_executor",
+    "megatron_runtime.backends.native.select",
     "rank_program",
     "pytest",  # every process looks into the main module of the one that asks for it
 )

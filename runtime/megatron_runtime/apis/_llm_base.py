@@ -22,16 +22,16 @@ from megatron_runtime.apis._prompts import Prompt, normalize_prompts
 from megatron_runtime.apis.serve_config import ServeConfig
 from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
 from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.transport.control_link import ControlRefusedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
@@ -146,7 +146,11 @@ class _MegatronLLMBase:
 
     @property
     def controller(self) -> TextGenerationController:
-        return self._engine.controller
+        """The model and its text. Its `inference_wrapped_model` is None while the weights are released."""
+        executor = self._engine.executor
+        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
+        wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
+        return TextGenerationController(wrapped, self._engine.controller)
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:

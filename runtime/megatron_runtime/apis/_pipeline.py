@@ -1,4 +1,4 @@
-"""From a model and a tokenizer to an engine: wrapper, controller, executor, engine."""
+"""From a model and a tokenizer to an engine."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 
 if TYPE_CHECKING:
-    from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
+    from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 
 DEFAULT_MEMORY_SHARE = 0.25
 """Of the memory that is free, for the KV cache of an engine whose configuration nobody gave."""
@@ -61,17 +61,18 @@ def _engine(
 ) -> DynamicInferenceEngine:
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from megatron_runtime.backends.native.device import select_device
-    from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
-    from megatron_runtime.backends.native.torch_executor import TorchExecutor
+    from megatron_runtime.backends.native.select import select_executor
+    from megatron_runtime.backends.native.text import ModelText
 
-    executor = TorchExecutor(
+    wrapper_class = options.wrapper_class
+    executor = select_executor(
         source,
-        TextGenerationController(None, tokenizer, logprobs_mode=config.logprobs_mode),
+        ModelText(tokenizer),
+        config,
         dtype=options.dtype,
         kv_cache_memory=config.buffer_bytes,
         threads=options.threads,
-        device=select_device("auto", config, wrapper_class=options.wrapper_class),
+        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
     )
     return DynamicInferenceEngine(executor, config)
 

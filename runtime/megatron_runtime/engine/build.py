@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.distributed.identity import RankIdentity, rank_identity
 from megatron_runtime.distributed.shard import IndivisibleError
 from megatron_runtime.engine.settings import EngineSettings
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from megatron_runtime.engine.output_stage import Detokenizer
     from megatron_runtime.requests.sampling_params import SamplingParams
     from megatron_runtime.sampling.structured_output import GrammarState
-    from megatron_runtime.tokenization import Tokenizer
     from megatron_runtime.transport.peer_link import PeerLink
 
 ECHO_PAGE_SIZE = 16
@@ -45,7 +44,7 @@ class LoadedEngine:
     """
 
     engine: DynamicInferenceEngine
-    controller: TextGenerationController | None = None
+    controller: ModelText | None = None
     ranks: Ranks | None = None
     others: RankedExecutor | None = None
     link: Callable[..., PeerLink] | None = None
@@ -63,7 +62,7 @@ class LoadedEngine:
         return self.controller is None or self.controller.is_grammar_known(params)
 
     def prepare_grammars(self) -> None:
-        """Do at the start what would stall an engine that serves; see TextGenerationController."""
+        """Do at the start what would stall an engine that serves; see ModelText."""
         if self.controller is not None:
             self.controller.prepare_grammars()
 
@@ -89,7 +88,7 @@ def build_engine(settings: EngineSettings) -> LoadedEngine:
             f"executor {settings.executor!r} takes no faults, simulated ranks or step time: "
             "leave --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds out, or use --executor echo"
         )
-    controller = TextGenerationController(None, partial(_load_tokenizer, settings.model))
+    controller = ModelText.of_model(settings.model)
     if settings.parallel.world == 1:
         return LoadedEngine(DynamicInferenceEngine(_torch(settings, controller), config), controller)
     identity = rank_identity(settings.parallel)
@@ -125,7 +124,7 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     """
     from megatron_runtime.backends.native.rank_start import follow
 
-    controller = TextGenerationController(None, partial(_load_tokenizer, settings.model))
+    controller = ModelText.of_model(settings.model)
     follow(settings, identity, lambda groups: _torch(settings, controller, groups=groups, identity=identity))
 
 
@@ -136,7 +135,7 @@ def _echo_engine(settings: EngineSettings, config: InferenceConfig) -> LoadedEng
     faults = parse_faults(settings.echo_faults)
     return LoadedEngine(
         DynamicInferenceEngine(_echo(settings, faults), config),
-        TextGenerationController(None, partial(_load_tokenizer, settings.model)),
+        ModelText.of_model(settings.model),
         ranks=SimulatedRanks(settings.echo_ranks, faults),
         link=partial(FaultyLink, faults=faults) if faults.concern_the_link else None,
     )
@@ -157,7 +156,7 @@ def _echo(settings: EngineSettings, faults: Faults) -> Executor:
 
 def _torch(
     settings: EngineSettings,
-    controller: TextGenerationController,
+    controller: ModelText,
     *,
     groups: Groups | None = None,
     identity: RankIdentity | None = None,
@@ -165,8 +164,7 @@ def _torch(
     # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from the
     # coordinator, the server and other engines of the same machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from megatron_runtime.backends.native.device import select_device
-    from megatron_runtime.backends.native.torch_executor import TorchExecutor
+    from megatron_runtime.backends.native.select import select_executor
     from megatron_runtime.checkpoints.source import resolve
 
     source = resolve(settings.model)
@@ -178,24 +176,15 @@ def _torch(
     threads = settings.threads
     if threads is not None and identity is not None:
         threads = max(1, threads // identity.local_world)
-    return TorchExecutor(
+    return select_executor(
         source,
         controller,
+        _inference_config(settings),
+        device=settings.device,
         dtype=settings.dtype,
         kv_cache_memory=settings.kv_cache_memory,
         max_sequence_length=settings.max_sequence_length,
         threads=threads,
         groups=groups,
-        device=select_device(
-            settings.device,
-            _inference_config(settings),
-            sizes=settings.parallel,
-            local_rank=identity.local_rank if identity is not None else 0,
-        ),
+        local_rank=identity.local_rank if identity is not None else 0,
     )
-
-
-def _load_tokenizer(model: str) -> Tokenizer:
-    from megatron_runtime.tokenization import load_tokenizer
-
-    return load_tokenizer(model, renders_chat=False)

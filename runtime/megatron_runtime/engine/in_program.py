@@ -12,7 +12,7 @@ from megatron_runtime.requests.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from megatron_runtime.backends.native.executor import Executor
-    from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+    from megatron_runtime.backends.native.text import ModelText
     from megatron_runtime.coordinator.spawn import CoordinatorProcess
     from megatron_runtime.engine.listening import Listening
     from megatron_runtime.engine.state_events import StateEvents
@@ -31,15 +31,15 @@ class EngineInProgram:
         self._listening: Listening | None = None
 
     @property
-    def controller(self) -> TextGenerationController:
-        """What samples and makes text. Raises RuntimeError for an executor whose tokens are no text."""
+    def controller(self) -> ModelText:
+        """The text of the model. Raises RuntimeError for an executor whose tokens are no text."""
         controller = self._controller
         if controller is None:
             raise RuntimeError(f"{type(self.executor).__name__} has no controller: its tokens are no text")
         return controller
 
     @property
-    def _controller(self) -> TextGenerationController | None:
+    def _controller(self) -> ModelText | None:
         return getattr(self.executor, "controller", None)
 
     # --- at once ------------------------------------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from prometheus_client import CollectorRegistry, ProcessCollector
 
-from megatron_runtime.backends.native.kv.dynamic_context import RequestOverflowError
 from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
 from megatron_runtime.distributed.errors import RankLostError
 from megatron_runtime.engine.build import LoadedEngine, build_engine
@@ -49,6 +48,7 @@ from megatron_runtime.protocol.messages import (
     tokens_from_bytes,
     unpack,
 )
+from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.requests.hashing import hash_of_digest
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES

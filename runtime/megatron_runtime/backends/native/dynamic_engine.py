@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import Admission, refuse_what_is_not_done
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext, RequestOverflowError
+from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
 from megatron_runtime.engine.engine_request import (
@@ -30,6 +30,7 @@ from megatron_runtime.engine.engine_request import (
 from megatron_runtime.engine.in_program import EngineInProgram
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 logger = logging.getLogger(__name__)

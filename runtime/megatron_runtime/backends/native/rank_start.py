@@ -14,13 +14,13 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.backends.native.device import torch_device
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.rank_process import RankProcess, end_with
 from megatron_runtime.backends.native.ranked.follower_channel import FollowerChannel
 from megatron_runtime.backends.native.ranked.leader_channel import LeaderChannel
 from megatron_runtime.backends.native.ranked.warm_up import GPU, PROCESSOR, StepSizes, warm_up_plans
 from megatron_runtime.backends.native.ranked_executor import RankedExecutor
+from megatron_runtime.backends.native.select import torch_device
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.distributed.errors import RendezvousError
 from megatron_runtime.distributed.groups import Groups

@@ -18,8 +18,7 @@ from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.team import shared_team
 from megatron_kernels.cpu.tuning import tuning
 from megatron_kernels.quantized import QuantizedTensor, concatenate
-from megatron_runtime.models.layers.embedding import Embedding
-from megatron_runtime.models.layers.linear import DenseLinears, Linear, Weight
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 

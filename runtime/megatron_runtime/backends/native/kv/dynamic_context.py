@@ -12,31 +12,11 @@ import numpy.typing as npt
 from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
-from megatron_runtime.requests.errors import (
-    ActiveRequestCountOverflowError,
-    BlockOverflowError,
-    MaxSequenceLengthOverflowError,
-    RequestOverflowError,
-    RequestRefusedError,
-    TensorStateDeallocatedError,
-    TokenOverflowError,
-)
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.sampling.columns import SamplingColumns
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
-
-__all__ = [
-    "ActiveRequestCountOverflowError",
-    "BlockOverflowError",
-    "DynamicInferenceContext",
-    "MaxSequenceLengthOverflowError",
-    "RequestOverflowError",
-    "RequestRefusedError",
-    "TensorStateDeallocatedError",
-    "TokenOverflowError",
-]
 
 Slots = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]

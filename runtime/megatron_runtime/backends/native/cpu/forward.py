@@ -1,33 +1,107 @@
-"""How a step plan is laid out for the model: rows with one new token in groups of about one length, then prompts.
+"""A forward pass on the CPU: a step plan laid out for the model, the model's run, and the logits that it leaves.
 
-T tokens, n rows, S cached tokens of the longest row of a group (whole pages), X tokens of a page.
+T tokens, n rows, N tokens whose logits are wanted, S cached tokens of the longest row of a group (whole pages),
+X tokens of a page.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_runtime.backends.native.executor import StepPlan
+from megatron_kernels.cpu.sizes import UNIT
+from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
+from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.native_decoder import NativeDecoder
+from megatron_runtime.sampling.batch import Float32
 
+LOGIT_ROWS = 64
+"""Prompt tokens whose logits exist at once: with a vocabulary of 128k that is 32 MiB."""
 MAX_PADDED_TOKENS = 128
 """A decode group is split where padding costs more than another group's operations: measured with a 135M model in
 float32, one thread, both cost the same between 64 and 256 padded tokens."""
 
-Int64 = npt.NDArray[np.int64]
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """Implements StepLogits: last hidden states, from which logits are computed as they are needed.
+
+    sampled_rows: int64 [n]; the plan's rows that need a token.
+    x_ND:         last hidden states of these rows' last tokens, then of the prompt targets.
+    targets:      (row of the plan, where its prompt targets lie in x_ND).
+    sampled_NV:   logits of the sampled rows, if the forward pass computed them; x_ND then begins with the targets.
+    """
+
+    sampled_rows: Int64
+    model: DecoderModel
+    x_ND: torch.Tensor
+    targets: list[tuple[int, slice]]
+    sampled_NV: Float32 | None = None
+
+    def draw(self) -> Int32 | None:
+        return None
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        is_all = which is None or len(which) == len(self.sampled_rows)
+        if self.sampled_NV is not None:
+            return self.sampled_NV if is_all else self.sampled_NV[which]
+        return self._logits(slice(0, len(self.sampled_rows)) if which is None or is_all else torch.from_numpy(which))
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        for row, where in self.targets:
+            for start in range(where.start, where.stop, LOGIT_ROWS):
+                yield row, start - where.start, self._logits(slice(start, min(start + LOGIT_ROWS, where.stop)))
+
+    def share_logits(self) -> None:
+        if len(self.sampled_rows):
+            self.sampled_logits()
+        for _ in self.prompt_logits():
+            pass
+
+    def _logits(self, rows: slice | torch.Tensor) -> Float32:
+        logits_NV: Float32 = self.model.logits(self.x_ND[rows]).numpy()
+        return logits_NV
+
+
+@torch.inference_mode()
+def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
+    """Compute the plan's tokens, and write their keys and values to the cache. dtype: of the model's activations."""
+    page_size = cache_LPXE.shape[2]
+    if isinstance(model, NativeDecoder) and page_size % UNIT == 0:  # compiled attention reads whole panels of a page
+        return _forward_compiled(model, plan, cache_LPXE)
+    layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
+    x_TD = model.embed(layout.token_ids_T)
+    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+    x_ND = model.finish(x_TD, layout.logit_rows_N)
+    return ForwardStep(layout.sampled_rows, model, x_ND, layout.targets)
+
+
+def _forward_compiled(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+    ends = plan.query_lengths.cumsum(dtype=np.int64)
+    sampled_rows = np.flatnonzero(plan.needs_sample)
+    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
+    if not plan.sampling.prompt_targets:
+        return ForwardStep(sampled_rows, model, x_TD[:0], [], sampled_NV)
+    rows, targets, end = [], [], 0
+    for row, tokens in plan.sampling.prompt_targets.items():
+        rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
+        targets.append((row, slice(end, end + len(tokens))))
+        end += len(tokens)
+    x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
+    return ForwardStep(sampled_rows, model, x_ND, targets, sampled_NV)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The model's arguments for one step.
+    """The model's arguments for one step: rows with one new token in groups of about one length, then prompts.
 
-    logit_rows_N:   tokens whose last hidden state is wanted: one for each of sampled_rows, then those of `targets`.
-    sampled_rows:   the plan's rows that need a token, in that order.
-    targets:        (row of the plan, where its prompt targets lie in logit_rows_N).
+    logit_rows_N: tokens whose last hidden state is wanted: one for each of sampled_rows, then those of `targets`.
+    sampled_rows, targets: as in ForwardStep.
     """
 
     token_ids_T: torch.Tensor
@@ -42,7 +116,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     """Return the layout of `plan`.
 
     dtype:  of the attention masks, the same as the model's.
-    window: tokens that a layer with a sliding window sees; None for a model that has none.
+    window: tokens that a layer with a sliding window attends to; None for a model without such layers.
     """
     lengths = plan.context_lengths.astype(np.int64)
     is_decode = plan.query_lengths == 1
@@ -53,7 +127,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     ends = counts.cumsum()
     first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
     order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(len(plan.token_ids))
-    groups = [slice(start, stop) for start, stop in _groups(-(-lengths[decodes] // page_size), page_size)]
+    groups = [slice(start, stop) for start, stop in _decode_groups(-(-lengths[decodes] // page_size), page_size)]
 
     def attention(masks: _Masks, local: AttentionBatch | None) -> AttentionBatch:
         decoded = [masks.decode_group(part, lengths[rows[part]], plan.block_tables[rows[part]]) for part in groups]
@@ -86,7 +160,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     )
 
 
-def _groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
+def _decode_groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
     """Split rows, given by their number of pages in descending order, into (start, stop) of about equal lengths."""
     groups, start, padding = [], 0, 0
     for index, count in enumerate(pages):
@@ -101,7 +175,7 @@ def _groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """What each token sees: itself and what is before it, `window` tokens at most, of pages that hold any of these."""
+    """Each token attends to itself and the tokens before it, at most `window` in all. Other pages are left out."""
 
     page_size: int
     dtype: torch.dtype

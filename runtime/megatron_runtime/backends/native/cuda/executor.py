@@ -1,0 +1,231 @@
+"""An executor that runs a model on a CUDA device, decode steps from graphs, and draws the tokens there."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Unpack
+
+import numpy as np
+import torch
+
+from megatron_kernels.registry import KernelConfig, select_kernels
+from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput, graph_size, graph_sizes
+from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
+from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
+from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
+from megatron_runtime.backends.native.memory import require_memory
+from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
+from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, work_of
+from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.distributed.groups import Groups
+from megatron_runtime.models.decoder import DecoderWeights
+from megatron_runtime.sampling.batch import Float32
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+LOGIT_ROWS = 64
+"""Prompt tokens whose logits exist at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceForwardStep:
+    """Implements StepLogits: what is on the device is copied to the host when it is needed.
+
+    sampled_rows: the plan's rows that need a token. at: their rows of the output.
+    targets:      (row of the plan, its tokens in the step).
+    """
+
+    sampled_rows: Int64
+    at: Int64
+    output: StepOutput
+    model: KernelDecoder
+    targets: list[tuple[int, slice]]
+
+    def draw(self) -> Int32 | None:
+        """Waits for the device."""
+        tokens: Int32 = self.output.tokens_B.cpu().numpy()[self.at]
+        return tokens
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        rows = self.at if which is None else self.at[which]
+        logits_NV = self.output.logits_BV[torch.from_numpy(rows).to(self.output.logits_BV.device)]
+        found: Float32 = logits_NV.float().cpu().numpy()
+        return found
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        x_TD = self.output.x_TD
+        for row, where in self.targets:
+            assert x_TD is not None, "a step with prompts is not replayed from a graph"
+            for start in range(where.start, where.stop, LOGIT_ROWS):
+                part_ND = x_TD[start : min(start + LOGIT_ROWS, where.stop)]
+                yield row, start - where.start, self.model.logits(part_ND).float().cpu().numpy()
+
+    def share_logits(self) -> None:
+        for _ in self.prompt_logits():  # the forward pass gathered those of the sampled rows
+            pass
+        self.draw()
+
+
+class CudaExecutor(TorchExecutor):
+    """A TorchExecutor on one CUDA device, with the operations of megatron_kernels.
+
+    Every tensor rank draws the tokens, from the same gathered logits; those of the first one count. Expert ranks replay
+    graphs together, all of the size that the rank with the most rows needs, so that what they exchange has one size.
+
+    dtype:      "auto" (bfloat16), "bfloat16", "float16", "float32".
+    max_rows, max_tokens: of a step.
+    graph_rows: decode steps of up to so many rows are replayed from CUDA graphs; 0 uses none.
+    kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
+    device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        controller: ModelText | None = None,
+        *,
+        kv_cache_memory: int,
+        max_rows: int,
+        max_tokens: int,
+        graph_rows: int,
+        dtype: str = "auto",
+        kernels: KernelConfig | None = None,
+        device: torch.device | None = None,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype={dtype!r} is not supported on a GPU: use auto, {', '.join(DTYPES)}")
+        type_ = DTYPES["bfloat16" if dtype == "auto" else dtype]
+        device = device or torch.device("cuda")
+        self.model: KernelDecoder | None = None
+        self._buffers: StepBuffers | None = None
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._kernel_config = kernels or KernelConfig.from_environment()
+        self._graph_sizes = graph_sizes(graph_rows)
+        self._graphs: DecodeGraphs | None = None
+        self._captured_with: int | None = None
+        """Address of the KV cache that the graphs use: they are captured again when it has moved."""
+        super().__init__(
+            source,
+            controller,
+            device=device,
+            dtype=type_,
+            cache_dtype=type_,
+            linears=partial(DeviceLinears, type_, device),
+            require_memory=partial(_require_memory, device),
+            kv_cache_memory=kv_cache_memory,
+            **options,
+        )
+
+    def _use_model(self, weights: DecoderWeights | None) -> None:
+        self.model = self._buffers = self._graphs = None
+        if weights is None:
+            return
+        self.model = KernelDecoder(
+            self.model_config,
+            weights,
+            select_kernels(self._kernel_config, self.device),
+            device=self.device,
+            max_length=self.max_sequence_length,
+            shard=self._groups.shard if self._groups is not None else None,
+            collectives=self._groups,
+        )
+        self._buffers = StepBuffers(
+            max_tokens=self._max_tokens,
+            max_rows=self._max_rows,
+            max_pages=-(-self.max_sequence_length // self.page_size),
+            device=self.device,
+        )
+
+    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> DeviceForwardStep:
+        return self._run(plan, cache_LPXE, size=self._graph_size(plan, len(plan.query_lengths)))
+
+    def _forward_part(
+        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
+    ) -> DeviceForwardStep | None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
+        shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
+        # The same on every rank: each knows the whole plan.
+        size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
+        groups.begin(tokens if size is None else (size,) * shard.expert_size, work=work_of(batch, hidden))
+        if shard.pipeline_size == 1:
+            return self._run(batch.plan, cache_LPXE, size=size)
+        model, buffers = self._loaded
+        staged = buffers.stage(batch.plan)
+        if shard.has_embedding:
+            x_TD = model.embed(staged.step.token_ids_T)
+        else:
+            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=cache_LPXE.dtype)
+        x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
+        if shard.has_head:
+            return _forward_step(model, batch.plan, staged, _finish(model, x_TD, staged))
+        groups.send_to_next_stage(x_TD)
+        return None
+
+    @property
+    def _loaded(self) -> tuple[KernelDecoder, StepBuffers]:
+        assert self.model is not None, "cache_LPXE is only there with the weights"
+        assert self._buffers is not None, "made with the model"
+        return self.model, self._buffers
+
+    def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
+        """The size of the graph for `rows` of the plan; None for a plan with more than decodes, or without a graph."""
+        is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
+        return graph_size(rows, self._graph_sizes) if is_decodes else None
+
+    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> DeviceForwardStep:
+        """size: of the graph to replay, at least the plan's rows; None runs the step launch by launch."""
+        model, buffers = self._loaded
+        staged = buffers.stage(plan, decode_size=size)
+        if size is None:
+            return _forward_step(model, plan, staged, _finish(model, model(staged.step, cache_LPXE), staged))
+        if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
+            self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
+            self._captured_with = cache_LPXE.data_ptr()
+        return _forward_step(model, plan, staged, self._graphs.replay(size))
+
+    def _trim_memory(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def profile(self, active: bool) -> None:
+        if self.device.type != "cuda":
+            super().profile(active)
+        torch.cuda.synchronize(self.device)  # launches before the range do not count as part of it
+        if active:
+            torch.cuda.profiler.start()
+        else:
+            torch.cuda.profiler.stop()
+
+
+def _decode(model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, size: int) -> StepOutput:
+    """A step of `size` decodes, from the buffers: what a graph captures."""
+    step = buffers.step(size, tokens=size, decodes=size)
+    logits_BV = model.logits(model(step, cache_LPXE))
+    return StepOutput(logits_BV, *model.sample(logits_BV, step))
+
+
+def _finish(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
+    last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
+    logits_BV = model.logits(x_TD.index_select(0, last_B))
+    return StepOutput(logits_BV, *model.sample(logits_BV, staged.step), x_TD=x_TD)
+
+
+def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> DeviceForwardStep:
+    at = np.flatnonzero(plan.needs_sample[staged.rows])
+    where = {int(row): index for index, row in enumerate(staged.rows)}
+    targets = []
+    for row, tokens in plan.sampling.prompt_targets.items():
+        first = int(staged.ends[where[row]]) - int(plan.query_lengths[row])
+        targets.append((row, slice(first, first + len(tokens))))
+    return DeviceForwardStep(staged.rows[at], at, output, model, targets)
+
+
+def _require_memory(device: torch.device, needed: int, *, what: str) -> None:
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    require_memory(needed, what=what, available=available)
