@@ -26,7 +26,7 @@ import torch
 
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.cuda import executor as cuda_executor
-from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput
+from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.rank_process import end_with
 from megatron_runtime.backends.native.rank_start import follow, lead

@@ -12,9 +12,8 @@ import torch
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_kernels.registry import Backend, KernelConfig, select_kernels
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.cuda.decode_graphs import graph_size, graph_sizes
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
-from megatron_runtime.backends.native.cuda.executor import CudaExecutor
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor, graph_size, graph_sizes
 from megatron_runtime.backends.native.cuda.step_buffers import StepBuffers
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.source import ModelInMemory

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Unpack
@@ -12,7 +13,6 @@ import numpy as np
 import torch
 
 from megatron_kernels.registry import KernelConfig, select_kernels
-from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput, graph_size, graph_sizes
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
@@ -28,6 +28,71 @@ from megatron_runtime.sampling.batch import Float32
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 LOGIT_ROWS = 64
 """Prompt tokens whose logits exist at once."""
+WARM_UP_RUNS = 2
+"""Before a capture, which must not compile kernels or initialise libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of a step on the device, by row.
+
+    logits_BV:   of each row's last token, in the model's type. tokens_B: int32, drawn from them.
+    log_probs_B: float32, of these tokens under the model's own logits.
+    x_TD:        last hidden states of all tokens; None in a graph, whose steps use no others than the last.
+    """
+
+    logits_BV: torch.Tensor
+    tokens_B: torch.Tensor
+    log_probs_B: torch.Tensor
+    x_TD: torch.Tensor | None = None
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then steps of 8 to 128, of 16 to 256, of 32 beyond; the largest is `max_rows`. None for 0."""
+    if max_rows == 0:
+        return ()
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_rows + 1, 32)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
+    """The rows that a step of `rows` is padded to; None beyond the largest graph."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None
+
+
+class DecodeGraphs:
+    """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, sampling included.
+
+    There is a graph for each size, captured when the size is first needed. All graphs share their memory.
+
+    run: computes a step of so many rows from buffers whose addresses do not change.
+    """
+
+    def __init__(self, run: Callable[[int], StepOutput]) -> None:
+        self._run = run
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+
+    def replay(self, size: int) -> StepOutput:
+        """Compute the step from the buffers' contents. The next replay overwrites the output."""
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+        graph, output = self._captured[size]
+        graph.replay()
+        return output
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_RUNS):
+                self._run(size)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = self._run(size)
+        return graph, output
 
 
 @dataclass(frozen=True, slots=True)
