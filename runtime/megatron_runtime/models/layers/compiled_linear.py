@@ -76,10 +76,10 @@ def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.T
 
 
 class NativeLinears:
-    """Implements LinearFactory. A matrix of a size that cannot be packed stays dense.
+    """Implements LinearFactory. A matrix whose size cannot be packed stays dense.
 
-    format: of dense weights; quantised ones are taken as they are where the format is an integer one, else
-            unpacked on their way into panels.
+    format: of dense weights. Quantised weights keep their blocks if the format is an integer one, else they are
+            unpacked into the format.
     """
 
     dtype = torch.float32
@@ -91,7 +91,7 @@ class NativeLinears:
         self._memory = WeightMemory()
 
     def settle(self) -> None:
-        """All matrices are made: steps will read them."""
+        """Call it after the last matrix: join the pages of the weights into larger ones."""
         if is_on(Switch.LARGE_PAGES):
             self._memory.join_pages()
 
@@ -126,7 +126,7 @@ class NativeLinears:
 
     @property
     def _table_format(self) -> Format:
-        """Embeddings are not spread as evenly as other weights: four bits are too few."""
+        """Four bits are too few for embeddings, whose values are less evenly distributed than other weights."""
         return "int8" if self._format == "int4" else self._format
 
 

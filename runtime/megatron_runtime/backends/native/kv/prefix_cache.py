@@ -197,7 +197,7 @@ class PrefixCache:
         for block in [self._by_id[page] for page in unowned if page in self._by_id]:
             block.last_used = self._clock
             if self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
-                self._forget(block)
+                self._evict_block(block)
             elif block.children == 0:
                 self._push(block)
 
@@ -255,11 +255,11 @@ class PrefixCache:
         while pages > 0:
             entry = heapq.heappop(self._leaves)
             if self._is_idle_leaf(*entry):
-                self._forget(self._by_id[entry[1]])
+                self._evict_block(self._by_id[entry[1]])
                 pages -= self.pages_per_block
         return True
 
-    def _forget(self, block: CachedBlock) -> None:
+    def _evict_block(self, block: CachedBlock) -> None:
         del self._by_key[block.key]
         del self._by_id[block.id]
         self.allocator.unkeep(block.pages)
