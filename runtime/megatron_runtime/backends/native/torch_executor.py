@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from typing import TypedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
 import torch
 
-from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
+from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.pool import KVPool
 from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch, Rows, cut
 from megatron_runtime.backends.native.text import ModelText
@@ -22,9 +23,61 @@ from megatron_runtime.models.layers.cpu import default_threads
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import require_divisible
 from megatron_runtime.requests.config import LogprobsMode
-from megatron_runtime.sampling.sampler import StepLogits, sample_step
+from megatron_runtime.sampling.batch import Float32
+from megatron_runtime.sampling.sampler import sample_step
 
 Parts = list[tuple[Rows, StepResult]]
+
+LOGIT_ROWS = 64
+"""Prompt tokens whose logits exist at once: with a vocabulary of 128k that is 32 MiB."""
+
+
+class LogitModel(Protocol):
+    def logits(self, x_ND: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """Implements StepLogits: the output of a forward pass, copied to the host as it is needed.
+
+    sampled_rows: int64 [n]; the plan's rows that need a token.
+    at:           their rows of logits_BV and tokens_B.
+    logits_BV:    logits, in the model's type. tokens_B: int32, drawn from them; None if the host samples.
+    x_TD:         hidden states of prompt tokens, from which `model` computes logits.
+    targets:      (row of the plan, where its prompt targets lie in x_TD).
+    """
+
+    sampled_rows: Int64
+    at: Int64 | slice
+    logits_BV: torch.Tensor
+    tokens_B: torch.Tensor | None
+    model: LogitModel
+    x_TD: torch.Tensor | None
+    targets: list[tuple[int, slice]]
+
+    def draw(self) -> Int32 | None:
+        """Waits for the device."""
+        return None if self.tokens_B is None else self.tokens_B.cpu().numpy()[self.at]
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        at: slice | torch.Tensor
+        if isinstance(self.at, slice):
+            at = self.at if which is None or len(which) == len(self.sampled_rows) else torch.from_numpy(which)
+        else:
+            at = torch.from_numpy(self.at if which is None else self.at[which]).to(self.logits_BV.device)
+        return _on_host(self.logits_BV[at])
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        for row, where in self.targets:
+            assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
+            for start in range(where.start, where.stop, LOGIT_ROWS):
+                part_ND = self.x_TD[start : min(start + LOGIT_ROWS, where.stop)]
+                yield row, start - where.start, _on_host(self.model.logits(part_ND))
+
+    def share_logits(self) -> None:
+        for _ in self.prompt_logits():  # the forward pass gathered those of the sampled rows
+            pass
+        self.draw()
 
 
 class TorchOptions(TypedDict, total=False):
@@ -102,13 +155,13 @@ class TorchExecutor(ABC):
         """Build the model of `weights`; None drops the model. Raises ValueError if the device cannot run it."""
 
     @abstractmethod
-    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> StepLogits:
+    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
         """Compute the plan's tokens, and write their keys and values to the cache."""
 
     @abstractmethod
     def _forward_part(
         self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
-    ) -> StepLogits | None:
+    ) -> ForwardStep | None:
         """This rank's part of one micro-batch of `plan`. Returns None in all pipeline stages but the last."""
 
     @abstractmethod
@@ -216,8 +269,13 @@ class TorchExecutor(ABC):
         groups.flush()
         return parts
 
-    def _sample(self, step: StepLogits, plan: StepPlan) -> StepResult:
+    def _sample(self, step: ForwardStep, plan: StepPlan) -> StepResult:
         return StepResult(*sample_step(step, plan.sampling, reports_raw=self._reports_raw))
+
+
+def _on_host(logits_NV: torch.Tensor) -> Float32:
+    found: Float32 = logits_NV.float().cpu().numpy()
+    return found
 
 
 def work_of(batch: MicroBatch, hidden_size: int) -> float:

@@ -8,12 +8,12 @@ from typing import Unpack
 
 import torch
 
-from megatron_runtime.backends.native.cpu.forward import ForwardStep, forward, lay_out
+from megatron_runtime.backends.native.cpu.forward import forward, lay_out, logits_of_step
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
-from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, work_of
+from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, work_of
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.models.batch_invariant import BatchInvariantDecoder, BatchInvariantLinears
@@ -97,7 +97,7 @@ class CpuExecutor(TorchExecutor):
         if not shard.has_head:
             groups.send_to_next_stage(x_TD)
             return None
-        return ForwardStep(layout.sampled_rows, model, model.finish(x_TD, layout.logit_rows_N), layout.targets)
+        return logits_of_step(model, layout, x_TD)
 
     def _trim_memory(self) -> None:
         """Only glibc must be asked: weights and cache are in no reference cycle, so the last reference frees them. A

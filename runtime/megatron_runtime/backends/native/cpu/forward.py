@@ -6,7 +6,6 @@ X tokens of a page.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,58 +13,15 @@ import numpy.typing as npt
 import torch
 
 from megatron_kernels.cpu.sizes import UNIT
-from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
+from megatron_runtime.backends.native.executor import Int64, StepPlan
+from megatron_runtime.backends.native.torch_executor import ForwardStep
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.models.native_decoder import NativeDecoder
-from megatron_runtime.sampling.batch import Float32
 
-LOGIT_ROWS = 64
-"""Prompt tokens whose logits exist at once: with a vocabulary of 128k that is 32 MiB."""
 MAX_PADDED_TOKENS = 128
 """A decode group is split where padding costs more than another group's operations: measured with a 135M model in
 float32, one thread, both cost the same between 64 and 256 padded tokens."""
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardStep:
-    """Implements StepLogits: last hidden states, from which logits are computed as they are needed.
-
-    sampled_rows: int64 [n]; the plan's rows that need a token.
-    x_ND:         last hidden states of these rows' last tokens, then of the prompt targets.
-    targets:      (row of the plan, where its prompt targets lie in x_ND).
-    sampled_NV:   logits of the sampled rows, if the forward pass computed them; x_ND then begins with the targets.
-    """
-
-    sampled_rows: Int64
-    model: DecoderModel
-    x_ND: torch.Tensor
-    targets: list[tuple[int, slice]]
-    sampled_NV: Float32 | None = None
-
-    def draw(self) -> Int32 | None:
-        return None
-
-    def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        is_all = which is None or len(which) == len(self.sampled_rows)
-        if self.sampled_NV is not None:
-            return self.sampled_NV if is_all else self.sampled_NV[which]
-        return self._logits(slice(0, len(self.sampled_rows)) if which is None or is_all else torch.from_numpy(which))
-
-    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        for row, where in self.targets:
-            for start in range(where.start, where.stop, LOGIT_ROWS):
-                yield row, start - where.start, self._logits(slice(start, min(start + LOGIT_ROWS, where.stop)))
-
-    def share_logits(self) -> None:
-        if len(self.sampled_rows):
-            self.sampled_logits()
-        for _ in self.prompt_logits():
-            pass
-
-    def _logits(self, rows: slice | torch.Tensor) -> Float32:
-        logits_NV: Float32 = self.model.logits(self.x_ND[rows]).numpy()
-        return logits_NV
 
 
 @torch.inference_mode()
@@ -77,23 +33,29 @@ def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dt
     layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
     x_TD = model.embed(layout.token_ids_T)
     x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+    return logits_of_step(model, layout, x_TD)
+
+
+def logits_of_step(model: DecoderModel, layout: StepLayout, x_TD: torch.Tensor) -> ForwardStep:
+    """The output of a step, from the hidden states after the last layer."""
+    sampled = len(layout.sampled_rows)
     x_ND = model.finish(x_TD, layout.logit_rows_N)
-    return ForwardStep(layout.sampled_rows, model, x_ND, layout.targets)
+    logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+    return ForwardStep(layout.sampled_rows, slice(None), logits_NV, None, model, x_ND, layout.targets)
 
 
 def _forward_compiled(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
     ends = plan.query_lengths.cumsum(dtype=np.int64)
     sampled_rows = np.flatnonzero(plan.needs_sample)
     x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
-    if not plan.sampling.prompt_targets:
-        return ForwardStep(sampled_rows, model, x_TD[:0], [], sampled_NV)
-    rows, targets, end = [], [], 0
+    x_ND, rows, targets, end = None, [], [], 0
     for row, tokens in plan.sampling.prompt_targets.items():
         rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
         targets.append((row, slice(end, end + len(tokens))))
         end += len(tokens)
-    x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
-    return ForwardStep(sampled_rows, model, x_ND, targets, sampled_NV)
+    if rows:
+        x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
+    return ForwardStep(sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model, x_ND, targets)
 
 
 @dataclass(frozen=True, slots=True)

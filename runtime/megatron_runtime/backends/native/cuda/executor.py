@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Unpack
@@ -15,19 +15,16 @@ import torch
 from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
-from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan
+from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
-from megatron_runtime.backends.native.torch_executor import TorchExecutor, TorchOptions, work_of
+from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions, work_of
 from megatron_runtime.checkpoints.source import ModelSource
 from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.sampling.batch import Float32
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-LOGIT_ROWS = 64
-"""Prompt tokens whose logits exist at once."""
 WARM_UP_RUNS = 2
 """Before a capture, which must not compile kernels or initialise libraries."""
 
@@ -93,45 +90,6 @@ class DecodeGraphs:
         with torch.cuda.graph(graph, pool=self._pool):
             output = self._run(size)
         return graph, output
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceForwardStep:
-    """Implements StepLogits: what is on the device is copied to the host when it is needed.
-
-    sampled_rows: the plan's rows that need a token. at: their rows of the output.
-    targets:      (row of the plan, its tokens in the step).
-    """
-
-    sampled_rows: Int64
-    at: Int64
-    output: StepOutput
-    model: KernelDecoder
-    targets: list[tuple[int, slice]]
-
-    def draw(self) -> Int32 | None:
-        """Waits for the device."""
-        tokens: Int32 = self.output.tokens_B.cpu().numpy()[self.at]
-        return tokens
-
-    def sampled_logits(self, which: Int64 | None = None) -> Float32:
-        rows = self.at if which is None else self.at[which]
-        logits_NV = self.output.logits_BV[torch.from_numpy(rows).to(self.output.logits_BV.device)]
-        found: Float32 = logits_NV.float().cpu().numpy()
-        return found
-
-    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
-        x_TD = self.output.x_TD
-        for row, where in self.targets:
-            assert x_TD is not None, "a step with prompts is not replayed from a graph"
-            for start in range(where.start, where.stop, LOGIT_ROWS):
-                part_ND = x_TD[start : min(start + LOGIT_ROWS, where.stop)]
-                yield row, start - where.start, self.model.logits(part_ND).float().cpu().numpy()
-
-    def share_logits(self) -> None:
-        for _ in self.prompt_logits():  # the forward pass gathered those of the sampled rows
-            pass
-        self.draw()
 
 
 class CudaExecutor(TorchExecutor):
@@ -205,12 +163,12 @@ class CudaExecutor(TorchExecutor):
             device=self.device,
         )
 
-    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> DeviceForwardStep:
+    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
         return self._run(plan, cache_LPXE, size=self._graph_size(plan, len(plan.query_lengths)))
 
     def _forward_part(
         self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
-    ) -> DeviceForwardStep | None:
+    ) -> ForwardStep | None:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
         shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
@@ -242,7 +200,7 @@ class CudaExecutor(TorchExecutor):
         is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
         return graph_size(rows, self._graph_sizes) if is_decodes else None
 
-    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> DeviceForwardStep:
+    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> ForwardStep:
         """size: of the graph to replay, at least the plan's rows; None runs the step launch by launch."""
         model, buffers = self._loaded
         staged = buffers.stage(plan, decode_size=size)
@@ -281,14 +239,14 @@ def _finish(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> Ste
     return StepOutput(logits_BV, *model.sample(logits_BV, staged.step), x_TD=x_TD)
 
 
-def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> DeviceForwardStep:
+def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
     at = np.flatnonzero(plan.needs_sample[staged.rows])
     where = {int(row): index for index, row in enumerate(staged.rows)}
     targets = []
     for row, tokens in plan.sampling.prompt_targets.items():
         first = int(staged.ends[where[row]]) - int(plan.query_lengths[row])
         targets.append((row, slice(first, first + len(tokens))))
-    return DeviceForwardStep(staged.rows[at], at, output, model, targets)
+    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model, output.x_TD, targets)
 
 
 def _require_memory(device: torch.device, needed: int, *, what: str) -> None:
