@@ -33,6 +33,8 @@ LOGIT_ROWS = 64
 
 
 class LogitModel(Protocol):
+    """Computes logits_NV of last hidden states."""
+
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor: ...
 
 

@@ -15,7 +15,7 @@ import torch
 from megatron_kernels.registry import KernelConfig, select_kernels
 from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
-from megatron_runtime.backends.native.executor import StepPlan
+from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.memory import require_memory
 from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
@@ -129,8 +129,6 @@ class CudaExecutor(TorchExecutor):
         self._kernel_config = kernels or KernelConfig.from_environment()
         self._graph_sizes = graph_sizes(graph_rows)
         self._graphs: DecodeGraphs | None = None
-        self._captured_with: int | None = None
-        """Address of the KV cache that the graphs use: they are captured again when it has moved."""
         super().__init__(
             source,
             controller,
@@ -206,10 +204,13 @@ class CudaExecutor(TorchExecutor):
         staged = buffers.stage(plan, decode_size=size)
         if size is None:
             return _forward_step(model, plan, staged, _finish(model, model(staged.step, cache_LPXE), staged))
-        if self._graphs is None or self._captured_with != cache_LPXE.data_ptr():
+        if self._graphs is None:
             self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
-            self._captured_with = cache_LPXE.data_ptr()
         return _forward_step(model, plan, staged, self._graphs.replay(size))
+
+    def release_kv(self, keep_pages: Int64 | None) -> None:
+        self._graphs = None  # captured with the address of the KV cache, which they keep
+        super().release_kv(keep_pages)
 
     def _trim_memory(self) -> None:
         gc.collect()
