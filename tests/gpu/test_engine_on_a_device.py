@@ -1,4 +1,4 @@
-"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the processor."""
+"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the CPU."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 @pytest.mark.parametrize("graph_rows", [0, 3, 4])
 @pytest.mark.parametrize("model", [SMALL, MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_are_those_of_the_processor(mode, graph_rows, model):
+def test_answers_are_those_of_the_cpu(mode, graph_rows, model):
     on_device = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=graph_rows)
     expected = answers(engine_on(CpuExecutor, mode, model))
     assert answers(engine_on(on_device, mode, model)) == expected

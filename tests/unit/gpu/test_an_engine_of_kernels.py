@@ -1,4 +1,4 @@
-"""The whole engine on the forward pass for a GPU, on a processor with torch's references: scheduling, prefix cache,
+"""The whole engine on the forward pass for a GPU, on the CPU with torch's references: scheduling, prefix cache,
 sampling on the "device", suspend and resume. And the benchmark's cases, in small."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ON_KERNELS = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=0, devi
 
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_answers_are_those_of_the_processor(mode):
+def test_answers_are_those_of_the_cpu(mode):
     expected = answers(engine_on(CpuExecutor, mode))
     assert all(len(tokens) == 12 for tokens in expected.values())
     assert answers(engine_on(ON_KERNELS, mode)) == expected
@@ -40,13 +40,13 @@ def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
 
 
 @pytest.mark.parametrize("make_executor", [CpuExecutor, ON_KERNELS])
-def test_a_processor_says_that_it_has_no_cuda_profiler(make_executor):
+def test_the_cpu_reports_that_it_has_no_cuda_profiler(make_executor):
     with pytest.raises(NoCudaProfilerError, match="the CPU has no CUDA profiler"):
         engine_on(make_executor, KVCacheManagementMode.PERSIST).executor.profile(True)
 
 
 @pytest.mark.parametrize("model", [MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_of_other_families_are_those_of_the_processor(model):
+def test_answers_of_other_families_are_those_of_the_cpu(model):
     mode = KVCacheManagementMode.OFFLOAD
     expected = answers(engine_on(CpuExecutor, mode, model))
     assert answers(engine_on(ON_KERNELS, mode, model), suspend_after=6) == expected

@@ -1,5 +1,5 @@
-"""The forward pass for a GPU, run on the processor by torch's references and by Triton's interpreter, computes what the
-processor's own computes: same weights, same step plans, same logits, same tokens."""
+"""The forward pass for a GPU, run on the CPU by torch's references and by Triton's interpreter, computes what the
+CPU's own computes: same weights, same step plans, same logits, same tokens."""
 
 from __future__ import annotations
 
