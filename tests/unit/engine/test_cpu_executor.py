@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_engine import CPU, GEMMA
 from torch import nn
 
+from bench.random_model import RandomCheckpoint
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.source import ModelSourceError, resolve
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSourceError, resolve
 from megatron_runtime.models.layers.cpu import default_threads
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
@@ -68,6 +71,17 @@ def test_load_and_release_may_be_repeated(make_tiny: MakeTiny) -> None:
     executor.release_kv(None)
     executor.release_weights()
     executor.release_kv(None)
+
+
+def test_a_model_that_the_operators_cannot_run_is_refused_at_every_load() -> None:
+    source = ModelInMemory(RandomCheckpoint(GEMMA, torch.float32, CPU), name="random weights")
+    executor = CpuExecutor(
+        source, ModelText(lambda: pytest.fail("no text")), kv_cache_memory=1 << 20, batch_invariant=True
+    )
+    for _ in range(2):
+        with pytest.raises(ValueError, match="sliding window"):
+            executor.load()
+        assert not executor.has_weights
 
 
 @pytest.mark.parametrize(

@@ -205,7 +205,11 @@ class TorchExecutor(ABC):
         torch.set_num_threads(self._threads if self._threads is not None else default_threads())
         if not self.has_weights:
             self._store.load()
-            self._use_model(self._store.weights)
+            try:
+                self._use_model(self._store.weights)
+            except BaseException:
+                self.release_weights()
+                raise
         self._pool.allocate()
 
     def release_weights(self) -> None:
