@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -24,9 +25,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megatron_runtime.backends.native.cuda import inference_wrapper
-from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput
-from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cuda import executor as cuda_executor
+from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.executor import Executor
 from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with
 from megatron_runtime.backends.native.ranked.process import follow, lead
@@ -138,13 +139,11 @@ def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str,
     _plant_failure(options, rank)
 
     def part(groups: Groups) -> TorchExecutor:
-        return TorchExecutor(
-            resolve(settings.model),
-            dtype="float32",
-            threads=1,
-            kv_cache_memory=KV_CACHE_MEMORY,
-            groups=groups,
-            device=device_of_kernels(has_graphs=options["kernels"] == "graphs") if options.get("kernels") else None,
+        make_executor: Callable[..., TorchExecutor] = CpuExecutor
+        if options.get("kernels"):
+            make_executor = executor_of_kernels(has_graphs=options["kernels"] == "graphs")
+        return make_executor(
+            resolve(settings.model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups
         )
 
     try:
@@ -197,12 +196,13 @@ class EagerGraphs(DecodeGraphs):
         return self._run(size)
 
 
-def device_of_kernels(*, has_graphs: bool) -> CudaDevice:
+def executor_of_kernels(*, has_graphs: bool) -> Callable[..., TorchExecutor]:
     """What a GPU does, with torch's references of the kernels."""
     config = _config()
     if has_graphs:
-        inference_wrapper.DecodeGraphs = EagerGraphs  # type: ignore[misc]
-    return CudaDevice(
+        cuda_executor.DecodeGraphs = EagerGraphs  # type: ignore[misc]
+    return partial(
+        cuda_executor.CudaExecutor,
         max_rows=config.request_slots,
         max_tokens=config.step_tokens,
         graph_rows=config.request_slots if has_graphs else 0,

@@ -28,6 +28,7 @@ TORCH = (
     "megatron_runtime.engine.worker",
     "megatron_runtime.backends.native.build",
     "megatron_runtime.backends.echo.backend",
+    "megatron_runtime.backends.native.select",
     "rank_program",
     "pytest",  # every process looks into the main module of the one that asks for it
 )

@@ -17,16 +17,17 @@ from typing import Any, Self, TypeAlias, TypeVar
 from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, engine_of_model, engine_of_reference
 from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank
 from megatron_runtime.apis.serve import FrontEnd, ServeConfig
-from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.transport.control_link import ControlRefusedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
@@ -61,9 +62,7 @@ class GenerationChunk:
 class _ChunkReader:
     """Makes the pieces of one answer from the items of its stream. A piece that was given out stays as it was."""
 
-    def __init__(
-        self, prompt: Prompt, prompt_tokens: list[int], params: SamplingParams, controller: TextGenerationController
-    ) -> None:
+    def __init__(self, prompt: Prompt, prompt_tokens: list[int], params: SamplingParams, controller: ModelText) -> None:
         self._prompt = prompt
         self._prompt_tokens = prompt_tokens
         self._params = params
@@ -195,7 +194,11 @@ class _MegatronLLMBase:
 
     @property
     def controller(self) -> TextGenerationController:
-        return self._engine.controller
+        """The model and its text. Its `inference_wrapped_model` is None while the weights are released."""
+        executor = self._engine.executor
+        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
+        wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
+        return TextGenerationController(wrapped, self._engine.controller)
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:
@@ -274,7 +277,7 @@ class _MegatronLLMBase:
     async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
         """Yield the pieces of one answer, in coordinator mode and on the background loop. Closed early, it aborts."""
         [tokens] = await asyncio.to_thread(self._tokenize, [prompt], sp)
-        reader = _ChunkReader(prompt, tokens, sp, self.controller)
+        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
         stream = self._client().add_request_streaming(tokens, sp)
         try:
             async for item in stream:
@@ -291,7 +294,7 @@ class _MegatronLLMBase:
     def _stream_directly(self, prompt: Prompt, sp: SamplingParams) -> Generator[GenerationChunk]:
         """The pieces of one answer, in direct mode: the engine runs in the thread that asks for the next one."""
         [tokens] = self._tokenize([prompt], sp)
-        reader = _ChunkReader(prompt, tokens, sp, self.controller)
+        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
         for item in self._engine.generate_stream(tokens, sp):
             yield reader.read(item)
 

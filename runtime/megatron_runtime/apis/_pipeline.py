@@ -1,4 +1,4 @@
-"""From a model and a tokenizer that a program has to an engine: controller, executor, engine."""
+"""From a model and a tokenizer to an engine."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.backends.native.device import select_device
-from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
@@ -63,13 +62,15 @@ def _engine(
     config: InferenceConfig,
     options: ExecutorOptions,
 ) -> DynamicInferenceEngine:
-    executor = TorchExecutor(
+    wrapper_class = options.wrapper_class
+    executor = select_executor(
         source,
-        TextGenerationController(None, tokenizer, logprobs_mode=config.logprobs_mode),
+        ModelText(tokenizer),
+        config,
         dtype=options.dtype,
         kv_cache_memory=config.buffer_bytes,
         threads=options.threads,
-        device=select_device("auto", config, wrapper_class=options.wrapper_class),
+        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
     )
     return DynamicInferenceEngine(executor, config)
 

@@ -13,7 +13,7 @@ from typing import Any
 from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import MASK_GRACE_SECONDS, SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, RequestOutput
@@ -65,7 +65,7 @@ class DynamicInferenceEngine:
         return self.core.has_work
 
     @property
-    def controller(self) -> TextGenerationController:
+    def controller(self) -> ModelText:
         """What samples and makes text. Raises RuntimeError for an executor whose tokens have no text."""
         controller = self._controller
         if controller is None:
@@ -73,7 +73,7 @@ class DynamicInferenceEngine:
         return controller
 
     @property
-    def _controller(self) -> TextGenerationController | None:
+    def _controller(self) -> ModelText | None:
         return getattr(self.executor, "controller", None)
 
     def add_request(self, request: EngineRequest, *, grammar: Any = None) -> None:
@@ -277,7 +277,7 @@ class _Service:
     name: of the engine, unique at the coordinator.
     """
 
-    def __init__(self, core: EngineCore, controller: TextGenerationController | None, *, name: str) -> None:
+    def __init__(self, core: EngineCore, controller: ModelText | None, *, name: str) -> None:
         self.coordinator: CoordinatorProcess | None = None
         self.task: asyncio.Task[None] | None = None
         self.worker: EngineWorker | None = None

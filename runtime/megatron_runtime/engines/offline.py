@@ -15,7 +15,7 @@ from itertools import count
 from typing import Any
 
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.client.pending import PendingRequest, partial_frames
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.output_stage import OutputStage
@@ -60,7 +60,7 @@ class OfflineRun:
         prompts: Sequence[Sequence[int]],
         sampling_params: Sequence[SamplingParams],
         *,
-        controller: TextGenerationController | None,
+        controller: ModelText | None,
         streaming: bool = False,
     ) -> None:
         self._core = core

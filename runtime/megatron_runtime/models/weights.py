@@ -14,11 +14,9 @@ import torch
 from megatron_kernels.quantized import QuantizedTensor, concatenate
 from megatron_runtime.distributed.shard import IndivisibleError, Shard
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
-from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.models.decoder import DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.embedding import Embedding
-from megatron_runtime.models.layers.linear import DenseLinears, Linear, LinearFactory, Weight
-from megatron_runtime.models.mixture import ExpertWeights
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, LinearFactory, Weight
 from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
 Parts = list[tuple[str, Part]]

@@ -61,6 +61,14 @@ class TestConstruction:
         again = make(model=first.controller.inference_wrapped_model.model)
         assert again.generate(PROMPT, greedy()).generated_tokens == expected.generated_tokens
 
+    def test_the_controller_has_the_models_text(self, make, tokenizer) -> None:
+        llm = make()
+        ids = llm.controller.tokenize_prompt(PROMPT)
+        assert (ids, llm.controller.detokenize(ids)) == (tokenizer.encode(PROMPT), tokenizer.decode(ids))
+        assert llm.controller.tokenizer is llm.engine.controller.tokenizer
+        llm.engine.suspend()
+        assert llm.controller.inference_wrapped_model is None
+
     def test_a_wrapper_of_the_callers_runs_the_model(self, make, greedy) -> None:
         steps = []
 

@@ -19,10 +19,9 @@ import sys
 import threading
 import numpy as np, psutil
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.backends.native.device import select_device
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
@@ -47,9 +46,8 @@ def life(mode):
     config = InferenceConfig(
         kv_cache_management_mode=mode, enable_prefix_caching=True, block_size_tokens=16, enable_chunked_prefill=True
     )
-    executor = TorchExecutor(
-        resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1,
-        device=select_device("cpu", config),
+    executor = CpuExecutor(
+        resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1
     )
     engine = DynamicInferenceEngine(executor, config)
     report = {"made": memory()}

@@ -7,7 +7,7 @@ import pytest
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.backends.native.build import build_native
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.checkpoints.verified import UnusableWeightsError
@@ -28,13 +28,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def executor_of(model: Path) -> TorchExecutor:
-    executor = TorchExecutor(resolve(str(model)), dtype="float32", kv_cache_memory=1 << 20, threads=1)
+def executor_of(model: Path) -> CpuExecutor:
+    executor = CpuExecutor(resolve(str(model)), dtype="float32", kv_cache_memory=1 << 20, threads=1)
     executor.load()
     return executor
 
 
-def answer(executor: TorchExecutor) -> list[int]:
+def answer(executor: CpuExecutor) -> list[int]:
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=2, max_sequence_length=128))
     params = SamplingParams(temperature=0, num_tokens_to_generate=12, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(1, np.arange(3, 9, dtype=np.int32), np.array([], np.int32), params))

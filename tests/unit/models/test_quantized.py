@@ -12,7 +12,7 @@ from megatron_kernels import quantized
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.verified import UnusableWeightsError, VerifiedCheckpoint
-from megatron_runtime.models.layers.embedding import Embedding
+from megatron_runtime.models.layers.linear import Embedding
 from megatron_runtime.models.tensors import Part
 
 ROWS, COLUMNS = 6, 768

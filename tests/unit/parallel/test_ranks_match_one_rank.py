@@ -11,7 +11,7 @@ import pytest
 import torch
 from rank_program import KV_CACHE_MEMORY, answers
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 
@@ -28,7 +28,7 @@ SAMPLING: list[dict[str, Any]] = [
 def alone(model: str, options: dict[str, Any]) -> dict[int, Any]:
     """The answers of one rank."""
     threads = torch.get_num_threads()
-    executor = TorchExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
+    executor = CpuExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
     executor.load()
     try:
         return answers(executor, options)

@@ -5,8 +5,9 @@ from __future__ import annotations
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor
 from megatron_runtime.backends.echo.faults import parse_faults
 from megatron_runtime.backends.echo.simulated_ranks import SimulatedRanks
-from megatron_runtime.backends.native.backend import NativeBackend, controller_of
+from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.settings import EngineSettings
 
 PAGE_SIZE = 16
@@ -36,7 +37,7 @@ class EchoBackend(NativeBackend):
         )
         super().__init__(
             EngineCore(executor, settings.inference_config),
-            controller_of(settings.model),
+            ModelText.of_model(settings.model),
             ranks=SimulatedRanks(settings.echo_ranks, faults),
             name="echo",
         )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
 from megatron_runtime.backends.native.grammar_queue import GrammarQueue
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.engine.backend import (
     BackendFailure,
     BackendInfo,
@@ -33,7 +33,6 @@ from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
 
 if TYPE_CHECKING:
     from megatron_runtime.sampling.structured_output import GrammarState
-    from megatron_runtime.tokenization import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -79,17 +78,6 @@ class SingleRank:
         """There is no other process."""
 
 
-def controller_of(model: str) -> TextGenerationController:
-    """Return the text side of the model at reference `model`, whose tokenizer is loaded when it is first needed."""
-
-    def load() -> Tokenizer:
-        from megatron_runtime.tokenization import load_tokenizer  # takes long, and token ids need no tokenizer
-
-        return load_tokenizer(model, renders_chat=False)
-
-    return TextGenerationController(None, load)
-
-
 class NativeBackend(EngineBackend):
     """Runs `core` on one thread from start() on; nothing else may touch it then, except through call().
 
@@ -103,7 +91,7 @@ class NativeBackend(EngineBackend):
     def __init__(
         self,
         core: EngineCore,
-        controller: TextGenerationController | None = None,
+        controller: ModelText | None = None,
         *,
         ranks: Ranks | None = None,
         name: str = "native",

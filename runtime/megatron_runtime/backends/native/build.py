@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_runtime.backends.native.backend import NativeBackend, controller_of
-from megatron_runtime.backends.native.device import select_device
+from megatron_runtime.backends.native.backend import NativeBackend
 from megatron_runtime.backends.native.engine import EngineCore
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.distributed.shard import IndivisibleError, RankIdentity, rank_identity
@@ -28,7 +28,7 @@ def build_native(settings: EngineSettings) -> NativeBackend:
             f"executor {settings.executor!r} takes no faults, simulated ranks or step time: "
             "leave --fault, MEGATRON_ENGINE_FAULTS, --echo-ranks and --echo-step-seconds out, or use --executor echo"
         )
-    controller, config = controller_of(settings.model), settings.inference_config
+    controller, config = ModelText.of_model(settings.model), settings.inference_config
     if settings.parallel.world == 1:
         return NativeBackend(EngineCore(_executor(settings, controller), config), controller)
     identity = rank_identity(settings.parallel)
@@ -51,13 +51,13 @@ def run_other_rank(settings: EngineSettings, identity: RankIdentity) -> None:
     """
     from megatron_runtime.backends.native.ranked.process import follow
 
-    controller = controller_of(settings.model)
+    controller = ModelText.of_model(settings.model)
     follow(settings, identity, lambda groups: _executor(settings, controller, groups=groups, identity=identity))
 
 
 def _executor(
     settings: EngineSettings,
-    controller: TextGenerationController,
+    controller: ModelText,
     *,
     groups: Groups | None = None,
     identity: RankIdentity | None = None,
@@ -71,18 +71,15 @@ def _executor(
     threads = settings.threads
     if threads is not None and identity is not None:
         threads = max(1, threads // identity.local_world)
-    return TorchExecutor(
+    return select_executor(
         source,
         controller,
+        settings.inference_config,
+        device=settings.device,
         dtype=settings.dtype,
         kv_cache_memory=settings.kv_cache_memory,
         max_sequence_length=settings.max_sequence_length,
         threads=threads,
         groups=groups,
-        device=select_device(
-            settings.device,
-            settings.inference_config,
-            sizes=settings.parallel,
-            local_rank=identity.local_rank if identity is not None else 0,
-        ),
+        local_rank=identity.local_rank if identity is not None else 0,
     )

@@ -17,12 +17,13 @@ import numpy.typing as npt
 
 from megatron_runtime.backends.native.admission import Admission, OpenRequest, check_config
 from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
-from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext, RequestOverflowError
+from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
 from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
 from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.errors import RequestOverflowError
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
 if TYPE_CHECKING:

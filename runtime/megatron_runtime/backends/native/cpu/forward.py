@@ -1,6 +1,7 @@
-"""How a step plan is laid out for the model: rows with one new token in groups of about one length, then prompts.
+"""A forward pass on the CPU: a step plan laid out for the model, the model's run, and the logits that it leaves.
 
-T tokens, n rows, S cached tokens of the longest row of a group (whole pages), X tokens of a page.
+T tokens, n rows, N tokens whose logits are wanted, S cached tokens of the longest row of a group (whole pages),
+X tokens of a page.
 """
 
 from __future__ import annotations
@@ -11,23 +12,58 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_runtime.backends.native.executor import StepPlan
+from megatron_kernels.cpu.sizes import UNIT
+from megatron_runtime.backends.native.executor import Int64, StepPlan
+from megatron_runtime.backends.native.torch_executor import ForwardStep
+from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.native_decoder import NativeDecoder
 
 MAX_PADDED_TOKENS = 128
 """A decode group is split where padding costs more than another group's operations: measured with a 135M model in
 float32, one thread, both cost the same between 64 and 256 padded tokens."""
 
-Int64 = npt.NDArray[np.int64]
+
+@torch.inference_mode()
+def forward(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor, *, dtype: torch.dtype) -> ForwardStep:
+    """Compute the plan's tokens, and write their keys and values to the cache. dtype: of the model's activations."""
+    page_size = cache_LPXE.shape[2]
+    if isinstance(model, NativeDecoder) and page_size % UNIT == 0:  # compiled attention reads whole panels of a page
+        return _forward_compiled(model, plan, cache_LPXE)
+    layout = lay_out(plan, page_size=page_size, dtype=dtype, window=model.sliding_window)
+    x_TD = model.embed(layout.token_ids_T)
+    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+    return logits_of_step(model, layout, x_TD)
+
+
+def logits_of_step(model: DecoderModel, layout: StepLayout, x_TD: torch.Tensor) -> ForwardStep:
+    """The output of a step, from the hidden states after the last layer."""
+    sampled = len(layout.sampled_rows)
+    x_ND = model.finish(x_TD, layout.logit_rows_N)
+    logits_NV = model.logits(x_ND[:sampled]) if sampled else x_ND[:0]
+    return ForwardStep(layout.sampled_rows, slice(None), logits_NV, None, model, x_ND, layout.targets)
+
+
+def _forward_compiled(model: NativeDecoder, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+    ends = plan.query_lengths.cumsum(dtype=np.int64)
+    sampled_rows = np.flatnonzero(plan.needs_sample)
+    x_TD, sampled_NV = model.run_plan(plan, cache_LPXE, ends[sampled_rows] - 1)
+    x_ND, rows, targets, end = None, [], [], 0
+    for row, tokens in plan.sampling.prompt_targets.items():
+        rows.append(ends[row] - plan.query_lengths[row] + np.arange(len(tokens)))
+        targets.append((row, slice(end, end + len(tokens))))
+        end += len(tokens)
+    if rows:
+        x_ND = model.finish(x_TD, torch.from_numpy(np.concatenate(rows)))
+    return ForwardStep(sampled_rows, slice(None), torch.from_numpy(sampled_NV), None, model, x_ND, targets)
 
 
 @dataclass(frozen=True, slots=True)
 class StepLayout:
-    """The model's arguments for one step.
+    """The model's arguments for one step: rows with one new token in groups of about one length, then prompts.
 
-    logit_rows_N:   tokens whose last hidden state is wanted: one for each of sampled_rows, then those of `targets`.
-    sampled_rows:   the plan's rows that need a token, in that order.
-    targets:        (row of the plan, where its prompt targets lie in logit_rows_N).
+    logit_rows_N: tokens whose last hidden state is wanted: one for each of sampled_rows, then those of `targets`.
+    sampled_rows, targets: as in ForwardStep.
     """
 
     token_ids_T: torch.Tensor
@@ -42,7 +78,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     """Return the layout of `plan`.
 
     dtype:  of the attention masks, the same as the model's.
-    window: tokens that a layer with a sliding window sees; None for a model that has none.
+    window: tokens that a layer with a sliding window attends to; None for a model without such layers.
     """
     lengths = plan.context_lengths.astype(np.int64)
     is_decode = plan.query_lengths == 1
@@ -53,7 +89,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     ends = counts.cumsum()
     first_in_plan = (plan.query_lengths.cumsum() - plan.query_lengths)[rows]
     order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(len(plan.token_ids))
-    groups = [slice(start, stop) for start, stop in _groups(-(-lengths[decodes] // page_size), page_size)]
+    groups = [slice(start, stop) for start, stop in _decode_groups(-(-lengths[decodes] // page_size), page_size)]
 
     def attention(masks: _Masks, local: AttentionBatch | None) -> AttentionBatch:
         decoded = [masks.decode_group(part, lengths[rows[part]], plan.block_tables[rows[part]]) for part in groups]
@@ -86,7 +122,7 @@ def lay_out(plan: StepPlan, *, page_size: int, dtype: torch.dtype, window: int |
     )
 
 
-def _groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
+def _decode_groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
     """Split rows, given by their number of pages in descending order, into (start, stop) of about equal lengths."""
     groups, start, padding = [], 0, 0
     for index, count in enumerate(pages):
@@ -101,7 +137,7 @@ def _groups(pages: Int64, page_size: int) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Masks:
-    """What each token sees: itself and what is before it, `window` tokens at most, of pages that hold any of these."""
+    """Each token attends to itself and the tokens before it, at most `window` in all. Other pages are left out."""
 
     page_size: int
     dtype: torch.dtype
