@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.native.executor import StepPlan, StepResult
-from megatron_runtime.backends.native.ranked.micro_batches import cut, expert_of_rows, merge
+from megatron_runtime.backends.native.micro_batches import cut, expert_of_rows, merge
 from megatron_runtime.backends.native.ranked.plan_codec import MalformedPlanError, pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.native.ranked.micro_batches import (
+from megatron_runtime.backends.native.micro_batches import (
     CPU,
     GPU,
     StepSizes,

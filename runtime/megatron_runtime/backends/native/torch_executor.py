@@ -11,7 +11,7 @@ import torch
 
 from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.backends.native.kv.pool import KVPool
-from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch, Rows, cut
+from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import ModelSource

@@ -11,7 +11,7 @@ import torch
 from megatron_runtime.backends.native.cpu.forward import forward, lay_out, logits_of_step
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.memory import require_memory
-from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
+from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
 from megatron_runtime.checkpoints.source import ModelSource

@@ -17,7 +17,7 @@ from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelD
 from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.memory import require_memory
-from megatron_runtime.backends.native.ranked.micro_batches import MicroBatch
+from megatron_runtime.backends.native.micro_batches import MicroBatch
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
 from megatron_runtime.checkpoints.source import ModelSource

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from megatron_runtime.backends.native.executor import Executor, Int64, StepPlan, StepResult
+from megatron_runtime.backends.native.micro_batches import merge
 from megatron_runtime.backends.native.ranked.channel import Kind, LeaderChannel
-from megatron_runtime.backends.native.ranked.micro_batches import merge
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import GroupError
 from megatron_runtime.distributed.shard import ParallelSizes

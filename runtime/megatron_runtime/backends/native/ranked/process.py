@@ -16,9 +16,9 @@ from functools import partial
 
 import torch
 
+from megatron_runtime.backends.native.micro_batches import CPU, GPU, StepSizes, warm_up_plans
 from megatron_runtime.backends.native.ranked.channel import STEPS, FollowerChannel, Kind, LeaderChannel, Message
 from megatron_runtime.backends.native.ranked.executor import EnginePart, RankedExecutor, end_with
-from megatron_runtime.backends.native.ranked.micro_batches import CPU, GPU, StepSizes, warm_up_plans
 from megatron_runtime.backends.native.select import torch_device
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.distributed.errors import RankError, RendezvousError
