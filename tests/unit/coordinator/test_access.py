@@ -188,7 +188,7 @@ async def test_files_that_are_half_written_change_nothing_until_they_are_whole(s
     whole = secret.files["client.pub"]
     secret.files["client.pub"] = whole[:17]
     secret.write()
-    await stage.until(lambda: "the keys in use stay" in caplog.text)
+    await stage.until(lambda: "keeping the keys in use" in caplog.text)
     assert coordinator.transport.gatekeeper.keys.allowed == admitted
     secret.files["client.pub"] = whole
     secret.renew("client", keep_old=True)
