@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: requirements release-images help setup demo demo-down test test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
+.PHONY: requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -67,6 +67,12 @@ cluster-down: ## end it: no process, mount, bridge or iptables rule stays
 test: ## every test that needs no GPU
 	@$(MAKE) --no-print-directory -j 2 lint test-unit
 	$(MAKE) --no-print-directory test-survival test-cluster test-e2e
+
+# Folders that neither load a model nor start a cluster.
+FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
+
+test-fast: setup ## the tests of an edit: no cluster, no model, under 90 s on two cores
+	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 test-unit: setup build/test-weights.stamp
 	@$(BEGIN)

@@ -24,8 +24,8 @@ import torch
 
 from bench.gpu_kernels import Ceilings, measure_ceilings
 from bench.random_model import LLAMA_8B, RandomCheckpoint
-from megatron_runtime.backends.native.cuda.device import CudaDevice
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -33,7 +33,6 @@ from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import num_parameters
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 RUNS = 3
 
@@ -72,18 +71,16 @@ def our_engine(options: Options) -> Generate:
     rows = max(options.batch)
     page_bytes = config.kv_elements_per_token * options.dtype.itemsize * 16
     pages = rows * (-(-longest // 16) + 1) + 1
-    executor = TorchExecutor(
+    executor = CudaExecutor(
         ModelInMemory(RandomCheckpoint(config, options.dtype, options.device), name="random weights"),
-        TextGenerationController(None, _no_tokenizer),
+        ModelText(_no_tokenizer),
         dtype=str(options.dtype).removeprefix("torch."),
         kv_cache_memory=pages * page_bytes,
         max_sequence_length=longest,
-        device=CudaDevice(
-            max_rows=rows,
-            max_tokens=max(options.prefill_tokens, rows),
-            graph_rows=rows if options.device.type == "cuda" else 0,
-            device=options.device,
-        ),
+        max_rows=rows,
+        max_tokens=max(options.prefill_tokens, rows),
+        graph_rows=rows if options.device.type == "cuda" else 0,
+        device=options.device,
     )
     inference = InferenceConfig(
         max_requests=rows,

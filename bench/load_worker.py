@@ -17,14 +17,11 @@ def main() -> None:
     begun = time.perf_counter()
     importlib.import_module("torch")
     torch_at, cpu_at = time.perf_counter(), time.process_time()
-    # What build_engine() imports when it is called, so that it can be told from the load.
-    for name in ("engines.torch_executor", "loading.source"):
-        importlib.import_module(f"megatron_runtime.{name}")
-    from megatron_runtime.engine.build import build_engine
+    from megatron_runtime.backends.native.build import build_native
     from megatron_runtime.engine.settings import EngineSettings
 
     imported = time.perf_counter()
-    loaded = build_engine(
+    loaded = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -34,7 +31,7 @@ def main() -> None:
             threads=int(threads),
         )
     )
-    loaded.engine.executor.load()
+    loaded.core.executor.load()
     ready, cpu_ready = time.perf_counter(), time.process_time()
     assert loaded.controller is not None
     loaded.controller.tokenizer  # noqa: B018 - made when first asked for

@@ -25,7 +25,7 @@ from peer_bench.report import Part, Report
 from peer_bench.servers import measure_servers, servers
 from peer_bench.weights import DTYPES, write_forms
 
-from megatron_runtime.cli.bench.engine_load import memory_bandwidth
+from megatron_runtime.cli.bench.engine_command import memory_bandwidth
 from megatron_runtime.cli.bench.report import machine
 
 _ROOT = Path(__file__).parents[1]

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.models.tensors import Part, TensorKind, tensor_shapes
 
 LLAMA_8B = ModelConfig(
     family="llama",

@@ -24,13 +24,14 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cpu.forward import forward
 from megatron_runtime.backends.native.executor import StepPlan
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.cli.bench.engine_load import memory_bandwidth
+from megatron_runtime.cli.bench.engine_command import memory_bandwidth
 from megatron_runtime.cli.bench.report import Counts, machine
+from megatron_runtime.models.layers.cpu import select_numbers
 
 _PAGE = 16
 _LEFT, _RIGHT, _TOP, _BOTTOM, _PANEL = 60, 480, 40, 340, 600
@@ -61,14 +62,13 @@ class Bench:
     """Decode steps of a model on a cache of `most_tokens` tokens at most."""
 
     def __init__(self, model: str, *, dtype: str, threads: int, most_tokens: int) -> None:
-        source, device = resolve(model), Processor()
+        source = resolve(model)
         self.bare_mib = _rss_mib()
-        element = device.cache_dtype(device.select_dtype(dtype)).itemsize
+        element = select_numbers(dtype).cache.itemsize
         self.token_bytes = open_checkpoint(source).config.kv_elements_per_token * element
-        self.executor = TorchExecutor(
+        self.executor = CpuExecutor(
             source,
             dtype=dtype,
-            device=device,
             kv_cache_memory=(most_tokens + _PAGE) * self.token_bytes,
             threads=threads,
             page_size=_PAGE,
@@ -80,8 +80,7 @@ class Bench:
     def write_cache(self, tokens: int) -> None:
         """Have numbers in the pages of so many tokens: memory that was never written is read from one page of zeros."""
         pages = -(-tokens // _PAGE)
-        cache_LPXE = self.executor._pool.cache_LPXE
-        assert cache_LPXE is not None
+        cache_LPXE = self.executor.cache_LPXE
         if not self._written:
             cache_LPXE[:, :1].normal_()
             self._written = 1
@@ -95,10 +94,9 @@ class Bench:
         taken = []
         for _ in range(steps + 1):
             begun = time.perf_counter()
-            runner, cache_LPXE = self.executor.controller.inference_wrapped_model, self.executor._pool.cache_LPXE
-            assert runner is not None
-            assert cache_LPXE is not None
-            runner.run_one_forward_step(plan, cache_LPXE).sampled_logits()
+            model, cache_LPXE = self.executor.model, self.executor.cache_LPXE
+            assert model is not None
+            forward(model, plan, cache_LPXE, dtype=self.executor.dtype).sampled_logits()
             taken.append(time.perf_counter() - begun)
         return statistics.median(taken[1:]) * 1000
 

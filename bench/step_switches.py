@@ -28,13 +28,13 @@ import numpy as np
 from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_kernels.cpu.switches import OF_A_STEP, Switch
 from megatron_kernels.cpu.tuning import TUNING_VARIABLE
-from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.cli.bench.report import machine
-from megatron_runtime.engine.build import LoadedEngine, build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.models.native_decoder import NativeDecoder
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -57,19 +57,16 @@ class Engine:
 
     def __init__(self, model: str, dtype: str, threads: int, settings: Mapping[str, Mapping[str, str]]) -> None:
         built = _load(model, dtype, threads)
-        assert built.controller is not None
-        self._engine: DynamicInferenceEngine = built.engine
-        self._controller = built.controller
-        self._wrappers = {}
+        self._engine: EngineCore = built.core
+        assert isinstance(built.core.executor, CpuExecutor)
+        self._executor = built.core.executor
+        self._models: dict[str, NativeDecoder] = {}
         for name, environment in settings.items():
             with _environment(environment):
                 # Where weights lie is decided when they are loaded; all else reads those that are there.
                 found = built if Switch.LARGE_PAGES.value not in environment else _load(model, dtype, threads)
                 decoder = _decoder(found)
-                again = NativeDecoder(decoder.config, decoder.weights)
-            self._wrappers[name] = GPTInferenceWrapper(
-                again, page_size=self._engine.executor.page_size, dtype=Processor().select_dtype(dtype)
-            )
+                self._models[name] = NativeDecoder(decoder.config, decoder.weights)
         for thread in threading.enumerate():
             if thread.name == PAGES_THREAD:
                 thread.join()
@@ -78,7 +75,7 @@ class Engine:
 
     @property
     def settings(self) -> list[str]:
-        return list(self._wrappers)
+        return list(self._models)
 
     def add(self, count: int, *, prompt_tokens: int, new_tokens: int) -> None:
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=new_tokens, termination_id=IGNORE_EOS, top_k=1)
@@ -89,7 +86,7 @@ class Engine:
 
     def step(self, setting: str) -> float:
         """Seconds."""
-        self._controller.inference_wrapped_model = self._wrappers[setting]
+        self._executor.model = self._models[setting]
         begun = time.perf_counter()
         self._engine.step()
         return time.perf_counter() - begun
@@ -99,8 +96,8 @@ class Engine:
             self._engine.step()
 
 
-def _load(model: str, dtype: str, threads: int) -> LoadedEngine:
-    built = build_engine(
+def _load(model: str, dtype: str, threads: int) -> NativeBackend:
+    built = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -111,16 +108,15 @@ def _load(model: str, dtype: str, threads: int) -> LoadedEngine:
             prefix_caching=False,
         )
     )
-    built.engine.executor.load()
+    built.core.executor.load()
     return built
 
 
-def _decoder(built: LoadedEngine) -> NativeDecoder:
-    assert built.controller is not None
-    wrapper = built.controller.inference_wrapped_model
-    if not isinstance(wrapper, GPTInferenceWrapper) or not isinstance(wrapper.model, NativeDecoder):
+def _decoder(built: NativeBackend) -> NativeDecoder:
+    model = getattr(built.core.executor, "model", None)
+    if not isinstance(model, NativeDecoder):
         raise click.ClickException("this model does not run compiled on this machine: there is nothing to compare")
-    return wrapper.model
+    return model
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_words
 from peer_bench.weights import DTYPES, MODEL
 
-from megatron_runtime.cli.bench.serve_load import LoadOptions, run
+from megatron_runtime.cli.bench.serve_command import LoadOptions, run
 
 _HOST = "127.0.0.1"
 _WORDS, _SEQUENCES = 64, 32

@@ -7,9 +7,9 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.tokenization.loader import load_tokenizer
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 MODEL = "builtin:smollm2-135m"
 DTYPES = {"4-bit": "int4", "bfloat16": "bfloat16", "float32": "float32"}
@@ -42,9 +42,7 @@ def write_forms(directory: Path, weights: list[str]) -> dict[str, str]:
     files = {"hf": str(directory / "hf"), "4-bit": str(source)}
     last = directory / "hf" / "tokenizer_config.json"
     if not _is_current(last, source):
-        export_hf(MODEL, directory / "hf")
-        (directory / "hf" / "tokenizer.json").write_text(load_tokenizer(MODEL).to_json())
-        last.write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+        convert(MODEL, directory / "hf", replace=True, write_gguf_tokenizer=write_gguf_tokenizer)
     # float16 is the faster form of 16 bits where a processor does not multiply bfloat16.
     kinds = {"bfloat16": gguf.GGMLQuantizationType.F16, "float32": gguf.GGMLQuantizationType.F32}
     for name, kind in kinds.items():

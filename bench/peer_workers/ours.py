@@ -10,13 +10,13 @@ from worker import Generate, serve
 def load() -> tuple[Generate, int]:
     import numpy as np
 
-    from megatron_runtime.engine.build import build_engine
+    from megatron_runtime.backends.native.build import build_native
     from megatron_runtime.engine.engine_request import EngineRequest
     from megatron_runtime.engine.settings import EngineSettings
     from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
     model, dtype, threads = sys.argv[1:]
-    engine = build_engine(
+    engine = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
@@ -26,7 +26,7 @@ def load() -> tuple[Generate, int]:
             threads=int(threads),
             prefix_caching=False,
         )
-    ).engine
+    ).core
     engine.executor.load()
     numbers = itertools.count()
 
@@ -49,4 +49,4 @@ def load() -> tuple[Generate, int]:
     return generate, engine.executor.vocab_size
 
 
-serve(load, platform="torch", libraries=("megatron_runtime.engine.build",))
+serve(load, platform="torch", libraries=("megatron_runtime.backends.native.build",))

@@ -1,16 +1,22 @@
-"""Requests under their public names. The code is in `megatron_runtime.requests`, one file a concern."""
+"""Megatron-Core names: requests, records, events and block hashes."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import HASH_BASE, HASH_PRIME, HashForm, block_hashes
-from megatron_runtime.requests.record import DynamicInferenceRequestRecord, FinishedRequestRecord
-from megatron_runtime.requests.request import InferenceRequest, Status
-from megatron_runtime.requests.values import as_list, deserialize_tensor, serialize_tensor
-from megatron_runtime.requests.vlm import VLMInferenceRequest
+from megatron_runtime.requests.request import (
+    DynamicInferenceRequest,
+    DynamicInferenceRequestRecord,
+    FinishedRequestRecord,
+    InferenceRequest,
+    Status,
+    VLMInferenceRequest,
+    as_list,
+    deserialize_tensor,
+    serialize_tensor,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -35,9 +41,9 @@ __all__ = [
 def compute_block_hashes_batched(
     prompt_tokens: torch.Tensor | list[int], block_size: int, *, form: HashForm = HashForm.POLYNOMIAL, salt: bytes = b""
 ) -> list[int]:
-    """One positive hash per complete block of `prompt_tokens`, shape [seq_len]; each covers all blocks before it.
+    """Return one positive hash per complete block of `prompt_tokens`, shape [seq_len], covering all blocks up to it.
 
-    form: the polynomial by default, with hashes from 1 to HASH_PRIME; engines and coordinators use SHA-256, for which
-          colliding prompts cannot be made.
+    form: the polynomial by default, with hashes from 1 to HASH_PRIME. Engines and coordinators use SHA-256, for which
+          colliding prompts cannot be constructed.
     """
     return block_hashes(as_list(prompt_tokens), block_size, form=form, salt=salt)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from eventually import eventually
+from machine import scaled
 from operator_process import OperatorProcess
 from played_node import PlayedNode, Ports
 
@@ -198,7 +199,7 @@ class Resource:
     async def until(self, condition: Callable[[dict[str, Any]], bool], *, seconds: float = 120) -> dict[str, Any]:
         """The first status that meets the condition."""
         try:
-            async with asyncio.timeout(seconds):
+            async with asyncio.timeout(scaled(seconds)):
                 while True:
                     status = await self.status()
                     if condition(status):

@@ -25,7 +25,7 @@ from megatron_runtime.protocol.headers import Header
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 MORTAL = Path(__file__).parents[1] / "support" / "mortal_operators.py"
-SAMPLE = 12
+SAMPLE = 5
 AT_ONCE = 12
 STAGE_SECONDS = 240.0
 LIFE: tuple[dict[str, Any], ...] = (

@@ -19,7 +19,7 @@ from megatron_operator.render.context import LABEL_INSTANCE, LABEL_REVISION
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
-DWELL_SECONDS = size(3, soak=30)
+DWELL_SECONDS = size(1, soak=30)
 """How long a resource is left with what it cannot live with."""
 
 

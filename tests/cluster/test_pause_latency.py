@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from figures import percentile_ms
+from machine import scaled
 from soak import size
 
 from megatron_runtime.inference_client import InferenceClient
@@ -33,7 +34,7 @@ async def paused_after(resource: Any) -> float:
     """Seconds from the patch until the status says that all ranks have confirmed."""
     began = time.monotonic()
     await resource.patch(desiredState="Paused")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(scaled(60)):
         while True:
             status = await resource.status()
             lifecycle = status.get("lifecycle") or {}

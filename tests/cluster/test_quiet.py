@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 
 import pytest
+from machine import scaled
 
 from megatron_operator.cluster.kinds import SERVICE, kind_of
 from megatron_operator.render.context import FIELD_MANAGER
@@ -58,7 +59,7 @@ async def test_child_that_somebody_changes_or_deletes_is_put_right(
     service = await api.get(SERVICE, namespace, "demo")
     await api.delete(SERVICE, namespace, "demo", uid=service["metadata"]["uid"])
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while True:
             children = await resource.children()
             found = children.get("Service demo")

@@ -29,11 +29,11 @@ from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
-RESOURCES = size(12, soak=200)
+RESOURCES = size(6, soak=200)
 IDLE_SECONDS = int(os.environ.get("MEGATRON_IDLE_SECONDS") or size(12, soak=120))
 RESYNC_SECONDS = size(4, soak=300)
 ENGINES = 4
-REACTIONS = size(20, soak=200)
+REACTIONS = size(8, soak=200)
 LOOK_SECONDS = 0.02
 SETS = kind_of("apps/v1", "StatefulSet")
 

@@ -8,17 +8,16 @@ from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
 
-from megatron_runtime.cli.event_stream import EventReader, StreamFailedError, StreamFormatError, texts_of
+from megatron_runtime.cli.api_client import EventReader, StreamFailedError, StreamFormatError, texts_of
 from megatron_runtime.protocol.messages import MalformedMessageError, decode
 from megatron_runtime.sampling.structured_output import GrammarCompiler
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 from megatron_runtime.server.errors import ApiError, from_validation
-from megatron_runtime.server.json_limits import JsonLimitError, JsonScan, load_json
-from megatron_runtime.server.sampling import form_of
-from megatron_runtime.server.schema import ChatRequest, CompletionRequest
-from megatron_runtime.server.schema.common import GenerationRequest
-from megatron_runtime.tokenization.backend import backend_from_json
+from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
+from megatron_runtime.server.openai.jobs import structured_output
+from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, GenerationRequest
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
+from megatron_runtime.tokenization.loader import backend_from_json
 from tests.fuzz.harness import Target
 from tests.fuzz.strategies import mutated, mutated_json
 
@@ -43,7 +42,7 @@ def _body(model: type[BaseModel], data: bytes) -> None:
     except ValidationError as error:
         raise from_validation(error.errors(include_url=False, include_context=False)) from error
     assert isinstance(request, GenerationRequest)
-    form_of(request)
+    structured_output(request)
 
 
 def _body_target(name: str, model: type[BaseModel]) -> Target:

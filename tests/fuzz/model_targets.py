@@ -13,27 +13,26 @@ from pathlib import Path
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
 
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, UnsupportedModelError
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
-from megatron_runtime.checkpoints.hub.api import HubError, Reference, parse_listing
-from megatron_runtime.checkpoints.hub.fetch import choose
-from megatron_runtime.checkpoints.inert_pickle import UnsafePickleError, read_pickle
+from megatron_runtime.checkpoints.hub.client import HubError, Reference, parse_listing
+from megatron_runtime.checkpoints.hub.download import choose
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
+from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, read_pickle
 from megatron_runtime.checkpoints.safetensors import (
     INDEX_FILE,
     SafetensorsCheckpoint,
     SafetensorsFormatError,
     read_config,
 )
-from megatron_runtime.checkpoints.torch_dist import configuration, metadata
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError, find_tensor
-from megatron_runtime.checkpoints.torch_dist.arguments import config_json_of
+from megatron_runtime.checkpoints.torch_dist import configuration, saved_files
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.checkpoints.torch_dist.configuration import config_json_of
+from megatron_runtime.checkpoints.torch_dist.saved_files import DamagedFileError, find_tensor
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
-from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.models.tensors import Checkpoint, tensor_shapes
 from megatron_runtime.models.weights import require_fitting
 from tests.fuzz.harness import CORPUS, Target
 from tests.fuzz.strategies import LARGE_NUMBERS, mutated, mutated_json
@@ -45,6 +44,8 @@ _SAFETENSORS = (*_LOADING, SafetensorsFormatError)
 _TORCH_DIST = (*_SAFETENSORS, DamagedFileError, UnsafePickleError)
 
 _CODES = [code for name in pickle.__all__ if isinstance(code := getattr(pickle, name), bytes) and len(code) == 1]
+
+_TRUSTED = {**saved_files._TRUSTED_IN_INDEX, **configuration._TRUSTED}
 
 
 def _read_all(checkpoint: Checkpoint) -> None:
@@ -131,7 +132,7 @@ def _pickle(data: bytes) -> None:
     read_pickle(
         io.BytesIO(data),
         where="it",
-        trusted={**metadata._TRUSTED, **configuration._TRUSTED},
+        trusted=_TRUSTED,
         opaque=lambda module, name: True,
         persistent=lambda pid: None,
     )
@@ -139,7 +140,9 @@ def _pickle(data: bytes) -> None:
 
 def _pickle_inputs(corpus: Sequence[bytes]) -> SearchStrategy[bytes]:
     """Changed pickles, and programs of random opcodes that have what they work on more often than not."""
-    names = [f"{module}\n{name}\n".encode() for module, name in {**metadata._TRUSTED, **configuration._TRUSTED}]
+    names = [
+        f"{module}\n{name}\n".encode() for module, name in {**saved_files._TRUSTED_IN_INDEX, **configuration._TRUSTED}
+    ]
     numbers = st.sampled_from(LARGE_NUMBERS)
     piece = st.one_of(
         st.sampled_from(_CODES),

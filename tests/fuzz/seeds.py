@@ -22,13 +22,13 @@ sys.path.insert(0, str(ROOT / "tests" / "support"))
 from random_checkpoint import CONFIGS, LLAMA, random_tensors, write_model  # noqa: E402
 from small_hub import SmallHub  # noqa: E402
 
-from megatron_runtime.checkpoints.checkpoint import TensorKind, open_checkpoint  # noqa: E402
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint  # noqa: E402
 from megatron_runtime.checkpoints.convert import convert  # noqa: E402
-from megatron_runtime.checkpoints.safetensors import INDEX_FILE  # noqa: E402
-from megatron_runtime.checkpoints.safetensors_writer import write_safetensors  # noqa: E402
+from megatron_runtime.checkpoints.safetensors import INDEX_FILE, write_safetensors  # noqa: E402
 from megatron_runtime.checkpoints.source import resolve  # noqa: E402
 from megatron_runtime.models.config import SlidingWindow  # noqa: E402
 from megatron_runtime.models.families import config_to_hf  # noqa: E402
+from megatron_runtime.models.tensors import TensorKind  # noqa: E402
 from tests.fuzz.harness import CORPUS  # noqa: E402
 from tests.fuzz.model_targets import MODEL  # noqa: E402
 

@@ -1,13 +1,15 @@
-"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the processor."""
+"""The engine on a CUDA device, its decode steps replayed from graphs, answers what it answers on the CPU."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
 from small_engine import GEMMA, MIXTURE, SMALL, answers, engine_on
 
-from megatron_runtime.backends.native.cuda.device import CudaDevice
-from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.config import KVCacheManagementMode
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -16,17 +18,17 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
 @pytest.mark.parametrize("graph_rows", [0, 3, 4])
 @pytest.mark.parametrize("model", [SMALL, MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_are_those_of_the_processor(mode, graph_rows, model):
-    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=graph_rows)
-    expected = answers(engine_on(Processor(), mode, model))
-    assert answers(engine_on(device, mode, model)) == expected
-    assert answers(engine_on(device, mode, model), suspend_after=6) == expected
+def test_answers_are_those_of_the_cpu(mode, graph_rows, model):
+    on_device = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=graph_rows)
+    expected = answers(engine_on(CpuExecutor, mode, model))
+    assert answers(engine_on(on_device, mode, model)) == expected
+    assert answers(engine_on(on_device, mode, model), suspend_after=6) == expected
 
 
 def test_a_profiled_range_begins_and_ends_and_changes_no_answer():
-    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=4)
-    engine = engine_on(device, KVCacheManagementMode.PERSIST)
+    on_device = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=4)
+    engine = engine_on(on_device, KVCacheManagementMode.PERSIST)
     engine.executor.profile(True)
     profiled = answers(engine)
     engine.executor.profile(False)
-    assert profiled == answers(engine_on(device, KVCacheManagementMode.PERSIST))
+    assert profiled == answers(engine_on(on_device, KVCacheManagementMode.PERSIST))

@@ -5,24 +5,27 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 
+from machine import scaled
+
 LOOK_SECONDS = 0.1
-LONG_SECONDS = 480
-"""What must come has come by then, on any machine. Where it comes at once nobody waits for so long."""
+LONG_SECONDS = scaled(120)
+"""A timeout that only a defect reaches, on this machine."""
 
 
 async def eventually(
     condition: Callable[[], Awaitable[bool]],
     *,
-    seconds: float = LONG_SECONDS,
+    seconds: float = 120,
     what: str,
     look_seconds: float = LOOK_SECONDS,
 ) -> None:
-    """Until `condition` holds. Raises AssertionError saying what did not come."""
+    """Return when `condition` holds. Raises AssertionError naming `what` after `seconds` of an idle machine."""
+    limit = scaled(seconds)
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(limit):
             while True:
                 if await condition():
                     return
                 await asyncio.sleep(look_seconds)
     except TimeoutError:
-        raise AssertionError(f"not within {seconds:g} s: {what}") from None
+        raise AssertionError(f"not within {limit:g} s: {what}") from None

@@ -115,6 +115,13 @@ class Fleet:
         self.engines[name] = self._start(command, health_port, warm=warm)
         return self.engines[name]
 
+    async def engine_program(self, name: str, script: Path) -> Process:
+        """An engine that is a program of its own: `script COORDINATOR NAME HEALTH_PORT KEYS_DIR`."""
+        (health_port,) = free_ports(1)
+        command = [str(script), f"tcp://127.0.0.1:{self.engine_port}", name, str(health_port), str(self.keys_dir)]
+        self.engines[name] = self._start(command, health_port, warm=True)
+        return self.engines[name]
+
     def start_command(self, *arguments: str) -> Process:
         """Another `megatron` command, without a port for probes."""
         return self._start(["-m", COORDINATOR_MODULE, *arguments], 0, warm=False)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+from vectors import VECTORS
+
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
     Abort,
@@ -19,7 +21,6 @@ from megatron_runtime.protocol.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.protocol.vectors import VECTORS
 
 
 class HostileFrames:

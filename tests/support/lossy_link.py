@@ -144,11 +144,9 @@ class LossyLink(CoordinatorLink):
         self._server, self._rng, self._rate = server, rng, fault_rate
         self.sockets: list[LossySocket] = []
 
-    def _open_socket(self) -> None:
-        socket: Any = LossySocket(self._server, self._rng, self._rate, self._receive)
-        self.sockets.append(socket)
-        self._incarnation = self._rng.getrandbits(63)
-        self._socket = socket
+    def _connect(self, keys: Any, attempt: int) -> LossySocket:
+        self.sockets.append(LossySocket(self._server, self._rng, self._rate, self._receive))
+        return self.sockets[-1]
 
     def ask_canary(self, asked: AskCanary) -> bool:
         self._canaries.reports[asked.engine] = CanaryReport(asked.revision, ok=True)

@@ -96,9 +96,9 @@ class MortalLink(CoordinatorLink):
         return sent
 
     async def close(self) -> None:
-        if self._mortality.dead:
-            # A process that dies says no goodbye.
-            self._registered.clear()
+        if self._mortality.dead and self._link is not None:
+            # A process that dies sends no DISCONNECT.
+            self._link.registered = False
         await super().close()
 
 

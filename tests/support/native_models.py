@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from megatron_runtime.backends.native.cpu.forward import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
-from megatron_runtime.backends.native.step_layout import lay_out
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights, build_decoder
+from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
 from megatron_runtime.models.layers.compiled_linear import NativeLinears
 from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
-from megatron_runtime.models.native_decoder import NativeDecoder
+from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 
 PAGE = 16
 PLAIN = ModelConfig(
@@ -157,14 +157,9 @@ def caches(config: ModelConfig, dtype: torch.dtype = torch.float32) -> tuple[tor
 
 def expected_logits(model: DecoderModel, plan: StepPlan, cache_LPXE: torch.Tensor) -> torch.Tensor:
     layout = lay_out(plan, page_size=PAGE, dtype=torch.float32, window=model.sliding_window)
-    x_ND = model(
-        layout.token_ids_T,
-        layout.positions_T,
-        attention=layout.attention,
-        cache_LPXE=cache_LPXE,
-        rows_N=layout.logit_rows_N,
-    )
-    logits = model.logits(x_ND)
+    x_TD = model.embed(layout.token_ids_T)
+    x_TD = model.run_layers(x_TD, layout.positions_T, attention=layout.attention, cache_LPXE=cache_LPXE)
+    logits = model.logits(model.finish(x_TD, layout.logit_rows_N))
     return logits[torch.from_numpy(np.argsort(layout.sampled_rows))]
 
 

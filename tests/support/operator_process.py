@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from eventually import eventually
+from machine import scaled
 from played_node import free_port
 from warm_python import PLATFORM, WarmProcess
 
@@ -105,7 +106,7 @@ class OperatorProcess:
 
     async def logs(self, message: str, *, seconds: float = 30, **fields: Any) -> dict[str, Any]:
         """The first log line with this message and these fields."""
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(scaled(seconds)):
             while True:
                 for line in self.lines(message):
                     if all(line.get(key) == value for key, value in fields.items()):
@@ -122,7 +123,7 @@ class OperatorProcess:
         """SIGTERM; the exit status."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        return self._process.wait(timeout=20)
+        return self._process.wait(timeout=scaled(20))
 
     def freeze(self) -> None:
         """SIGSTOP."""
@@ -136,7 +137,7 @@ class OperatorProcess:
     async def ends(self) -> int:
         """Wait until it ends by itself; the exit status."""
         assert self._process is not None
-        return await asyncio.to_thread(self._process.wait, 60)
+        return await asyncio.to_thread(self._process.wait, scaled(60))
 
     @property
     def running(self) -> bool:
@@ -189,6 +190,6 @@ class OperatorProcess:
     async def _get(self, path: str) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.health_port)
         writer.write(f"GET {path} HTTP/1.0\r\n\r\n".encode())
-        answer = await asyncio.wait_for(reader.read(), 5)
+        answer = await asyncio.wait_for(reader.read(), scaled(5))
         writer.close()
         return answer.decode().split("\r\n\r\n", 1)[1]

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from machine import scaled
 from warm_python import PLATFORM, WarmProcess
 
 from megatron_operator.cluster.api import ApiError, KubeApi
@@ -222,7 +223,7 @@ def _end(container: Container, number: signal.Signals) -> None:
     process.send_signal(signal.SIGCONT)
     process.send_signal(number)
     try:
-        process.wait(timeout=5)
+        process.wait(timeout=scaled(5))
     except subprocess.TimeoutExpired:
         process.kill()
         process.wait()

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import TensorKind, open_checkpoint
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import write_text_files
 from megatron_runtime.checkpoints.in_memory import TensorsInMemory
-from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.safetensors import write_safetensors
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
 from megatron_runtime.models.families import FAMILIES, config_to_hf
-from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.models.tensors import TensorKind, tensor_shapes
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 LLAMA = ModelConfig(
     family="llama",
@@ -82,5 +83,5 @@ def write_speaking_model(directory: Path) -> Path:
     config = replace(LLAMA, **sizes, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
     model = write_model(directory, config, random_tensors(config, seed=1))
     builtin = resolve("builtin:smollm2-135m")
-    write_text_files(open_checkpoint(builtin).config, builtin, model)
+    write_text_files(open_checkpoint(builtin).config, builtin, model, write_gguf_tokenizer=write_gguf_tokenizer)
     return model

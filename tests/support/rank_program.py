@@ -1,8 +1,8 @@
 """One rank of an engine without a coordinator: rank 0 answers the prompts it is given, the others follow it.
 
-What it is told: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
-suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, say "step" each
-time); kernels (as a GPU does, on a processor; "graphs": its steps of decodes padded as for graphs); fail (rank, name of
+Its options: model; tensor, pipeline, expert; prompts; sampling (fields of SamplingParams, one dict a prompt);
+suspend_after (steps, then a suspend with everything and a resume); forever (answer again and again, send "step" each
+time); kernels (as a GPU does, on a CPU; "graphs": its steps of decodes padded as for graphs); fail (rank, name of
 a method of TorchExecutor, how often: it raises on that rank); hang (rank, one of HANGS, after how many orders: what
 happens then in layer 1); rendezvous_seconds; step_timeout_seconds.
 """
@@ -16,27 +16,27 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from megatron_runtime.backends.native.cuda import inference_wrapper
-from megatron_runtime.backends.native.cuda.decode_graphs import DecodeGraphs, StepOutput
-from megatron_runtime.backends.native.cuda.device import CudaDevice
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cuda import executor as cuda_executor
+from megatron_runtime.backends.native.cuda.executor import DecodeGraphs, StepOutput
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.backends.native.rank_process import end_with
-from megatron_runtime.backends.native.rank_start import follow, lead
-from megatron_runtime.backends.native.ranked_executor import RankedExecutor
+from megatron_runtime.backends.native.ranked.executor import RankedExecutor, end_with
+from megatron_runtime.backends.native.ranked.process import follow, lead
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.distributed.errors import RankError
 from megatron_runtime.distributed.groups import Groups
-from megatron_runtime.distributed.identity import rank_identity
-from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.distributed.shard import ParallelSizes, rank_identity
 from megatron_runtime.engine import termination
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
@@ -46,11 +46,11 @@ from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 KV_CACHE_MEMORY = 4 << 20
 SLOW_SECONDS = 5.0
 HANGS_NOW = "hangs from now on: "
-"""On standard error, before the time of the clock that all processes share."""
+"""Printed to standard error, followed by the time of the monotonic clock."""
 
 
 def _compute(seconds: float) -> None:
-    """In a library that does not hold the interpreter, and does not come back before."""
+    """Computes in a library that does not hold the interpreter."""
     began = time.thread_time()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 100_000)
     rounds = int(100_000 * seconds / (time.thread_time() - began))
@@ -62,8 +62,20 @@ def _loop() -> None:
         pass
 
 
+def _hang_in_next_all_reduce() -> None:
+    """The other ranks complete the collective; this one never returns from it."""
+    all_reduce = dist.all_reduce
+
+    def hang(*arguments: Any, **options: Any) -> None:
+        all_reduce(*arguments, **options)
+        threading.Event().wait()
+
+    dist.all_reduce = hang
+
+
 HANGS: dict[str, Callable[[], object]] = {
     "blocks": lambda: threading.Event().wait(),
+    "blocks in a collective": _hang_in_next_all_reduce,
     "loops": _loop,
     "computes for ever": lambda: _compute(1e9),
     "computes": lambda: _compute(SLOW_SECONDS),
@@ -75,31 +87,31 @@ def _config() -> InferenceConfig:
     return InferenceConfig(block_size_tokens=16, enable_prefix_caching=True)
 
 
-def answers(executor: Executor, told: dict[str, Any]) -> dict[str, Any]:
+def answers(executor: Executor, options: dict[str, Any]) -> dict[str, Any]:
     """What an engine on `executor` makes of the prompts."""
     engine = DynamicInferenceEngine(executor, _config())
-    said: dict[int, dict[str, list[Any]]] = {}
-    for index, (prompt, sampling) in enumerate(zip(told["prompts"], told["sampling"], strict=True)):
+    found: dict[int, dict[str, list[Any]]] = {}
+    for index, (prompt, sampling) in enumerate(zip(options["prompts"], options["sampling"], strict=True)):
         params = SamplingParams(num_tokens_to_generate=12, termination_id=IGNORE_EOS, **sampling)
-        said[index] = {"tokens": [], "log_probs": [], "prompt_log_probs": []}
+        found[index] = {"tokens": [], "log_probs": [], "prompt_log_probs": []}
         engine.add_request(EngineRequest(index, np.array(prompt, np.int32), np.empty(0, np.int32), params, index))
     steps = 0
     while engine.has_work:
         for output in engine.step():
             assert output.error is None, output.error
-            one = said[output.request_id]
+            one = found[output.request_id]
             one["tokens"] += output.new_tokens
             one["log_probs"] += output.new_log_probs or []
             one["prompt_log_probs"] += output.prompt_log_probs or []
         steps += 1
-        if steps == told.get("suspend_after"):
+        if steps == options.get("suspend_after"):
             engine.suspend()
             engine.resume()
     engine.check_integrity()
-    return said
+    return found
 
 
-def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, say: Connection | None) -> None:
+def be_rank(options: dict[str, Any], rank: int, world: int, port: int, log: str, messages: Connection | None) -> None:
     """The whole life of one rank's process."""
     errors = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(errors, sys.stderr.fileno())
@@ -110,48 +122,46 @@ def be_rank(told: dict[str, Any], rank: int, world: int, port: int, log: str, sa
     place = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in place.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    sizes = ParallelSizes(tensor=told["tensor"], pipeline=told["pipeline"], expert=told["expert"])
+    sizes = ParallelSizes(tensor=options["tensor"], pipeline=options["pipeline"], expert=options["expert"])
     settings = EngineSettings(
         coordinator="tcp://127.0.0.1:1",
         name="engine-0",
-        model=told["model"],
+        model=options["model"],
         dtype="float32",
         threads=1,
         kv_cache_memory=KV_CACHE_MEMORY,
         parallel=sizes,
-        rendezvous_seconds=told.get("rendezvous_seconds", 60),
-        step_timeout_seconds=told.get("step_timeout_seconds", 60),
+        rendezvous_seconds=options.get("rendezvous_seconds", 60),
+        step_timeout_seconds=options.get("step_timeout_seconds", 60),
     )
     identity = rank_identity(sizes)
     assert identity is not None
-    _plant_failure(told, rank)
+    _plant_failure(options, rank)
 
     def part(groups: Groups) -> TorchExecutor:
-        return TorchExecutor(
-            resolve(settings.model),
-            dtype="float32",
-            threads=1,
-            kv_cache_memory=KV_CACHE_MEMORY,
-            groups=groups,
-            device=device_of_kernels(has_graphs=told["kernels"] == "graphs") if told.get("kernels") else None,
+        make_executor: Callable[..., TorchExecutor] = CpuExecutor
+        if options.get("kernels"):
+            make_executor = executor_of_kernels(has_graphs=options["kernels"] == "graphs")
+        return make_executor(
+            resolve(settings.model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY, groups=groups
         )
 
     try:
         if rank == 0:
-            assert say is not None
-            _lead(lead(settings, identity, part), told, say)
+            assert messages is not None
+            _lead(lead(settings, identity, part), options, messages)
         else:
             follow(settings, identity, part)
     except RankError as error:
         end_with(error)
 
 
-def _plant_failure(told: dict[str, Any], rank: int) -> None:
-    if told.get("hang", [None])[0] == rank:
-        _plant_hang(*told["hang"][1:])
-    if told.get("fail", [None])[0] != rank:
+def _plant_failure(options: dict[str, Any], rank: int) -> None:
+    if options.get("hang", [None])[0] == rank:
+        _plant_hang(*options["hang"][1:])
+    if options.get("fail", [None])[0] != rank:
         return
-    _, name, times = told["fail"]
+    _, name, times = options["fail"]
     method, left = getattr(TorchExecutor, name), [times]
 
     def failing(self: TorchExecutor, *arguments: Any) -> Any:
@@ -186,12 +196,13 @@ class EagerGraphs(DecodeGraphs):
         return self._run(size)
 
 
-def device_of_kernels(*, has_graphs: bool) -> CudaDevice:
+def executor_of_kernels(*, has_graphs: bool) -> Callable[..., TorchExecutor]:
     """What a GPU does, with torch's references of the kernels."""
     config = _config()
     if has_graphs:
-        inference_wrapper.DecodeGraphs = EagerGraphs  # type: ignore[misc]
-    return CudaDevice(
+        cuda_executor.DecodeGraphs = EagerGraphs  # type: ignore[misc]
+    return partial(
+        cuda_executor.CudaExecutor,
         max_rows=config.request_slots,
         max_tokens=config.step_tokens,
         graph_rows=config.request_slots if has_graphs else 0,
@@ -199,23 +210,23 @@ def device_of_kernels(*, has_graphs: bool) -> CudaDevice:
     )
 
 
-def _lead(executor: RankedExecutor, told: dict[str, Any], say: Connection) -> None:
-    executor.watch(on_failure=lambda _error: None, on_leave=lambda: say.send("leave"))
+def _lead(executor: RankedExecutor, options: dict[str, Any], messages: Connection) -> None:
+    executor.watch(on_failure=lambda _error: None, on_leave=lambda: messages.send("leave"))
     try:
-        _answer(executor, told, say)
+        _answer(executor, options, messages)
     except RankError as error:
         executor.end(error)
         raise
     executor.end(None)
 
 
-def _answer(executor: RankedExecutor, told: dict[str, Any], say: Connection) -> None:
+def _answer(executor: RankedExecutor, options: dict[str, Any], messages: Connection) -> None:
     try:
         executor.load()
     except (RankError, ValueError) as error:
-        say.send(str(error))
+        messages.send(str(error))
         executor.load()
-    while told.get("forever"):
-        answers(executor, told)
-        say.send("step")
-    say.send(answers(executor, told))
+    while options.get("forever"):
+        answers(executor, options)
+        messages.send("step")
+    messages.send(answers(executor, options))

@@ -69,7 +69,7 @@ class Model:
                 name=str(index),
                 current=engine.template == state.wanted,
                 leftover=engine.template == state.wanted and engine.pod not in (GONE, engine.template),
-                serving=engine.serving and (engine.template != state.wanted or engine.pod == engine.template),
+                serving=self.is_serving(state, engine),
                 draining=engine.draining,
                 drained=not engine.serving or (engine.draining and state.drain == (index, True)),
                 canary=CANARY[engine.canary],
@@ -156,13 +156,27 @@ class Model:
 
     # --- what must hold ---
 
+    def is_serving(self, state: State, engine: Engine) -> bool:
+        """A process of an earlier revision does not speak for the wanted one."""
+        return engine.serving and (engine.template != state.wanted or engine.pod == engine.template)
+
+    def is_available(self, state: State, engine: Engine) -> bool:
+        return self.is_serving(state, engine) and not engine.draining
+
+    def is_unproven(self, state: State, engine: Engine) -> bool:
+        """It has the wanted template and has not shown that this revision works. Computed here, not by the planner."""
+        if engine.template != state.wanted:
+            return False
+        has_old_pod = engine.pod not in (GONE, engine.template)
+        return has_old_pod or not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
+
     def check(self, before: State, step: Step | None, after: State) -> None:
         if step is None:
             return
         facts = self.facts(before)
         floor = len(facts) - self.max_unavailable
-        left = sum(fact.available for fact in self.facts(after))
-        had = sum(fact.available for fact in facts)
+        left = sum(self.is_available(after, engine) for engine in after.engines)
+        had = sum(self.is_available(before, engine) for engine in before.engines)
         wrong_one = isinstance(step, Halt)
         _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
         if not isinstance(step, Replace):
@@ -172,9 +186,10 @@ class Model:
             _hold(not fact.current or fact.leftover, "an engine of the wanted revision was touched", before, step)
             idle = not engine.serving or (engine.draining and fact.drained) or fact.leftover
             _hold(idle, "an engine that serves lost its pods", before, step)
-        given = sum(not facts[int(name)].current for name in step.names)
-        unproven = sum(fact.unproven for fact in facts)
-        proven = any(fact.current and not fact.unproven for fact in facts)
+        given = sum(before.engines[int(name)].template != before.wanted for name in step.names)
+        unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
+        current = sum(engine.template == before.wanted for engine in before.engines)
+        proven = current > unproven
         spreads = given and not proven and unproven + given > self.max_unavailable
         _hold(not spreads, "an unproven revision spread", before, step)
 

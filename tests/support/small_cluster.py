@@ -250,7 +250,9 @@ class Cluster:
 
     def _keys_view(self) -> KeysView | None:
         secret = self.objects.get(self.secret)
-        return keys_view(secret, self.admin) if secret is not None else None
+        if secret is None or not reduce_child(secret, owner_uid=OWNER_UID).owned:
+            return None
+        return keys_view(secret, self.admin)
 
     @property
     def secret(self) -> ChildRef:

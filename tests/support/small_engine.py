@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
 import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
-from megatron_runtime.backends.native.device import Device
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
@@ -16,7 +17,6 @@ from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 CPU = torch.device("cpu")
 SMALL = replace(
@@ -49,7 +49,10 @@ GEMMA = replace(
 PROMPTS = [list(range(1, 40)), list(range(1, 40)), [7], list(range(60, 90))]
 
 
-def engine_on(device: Device, mode: KVCacheManagementMode, model: ModelConfig = SMALL) -> DynamicInferenceEngine:
+def engine_on(
+    make_executor: Callable[..., TorchExecutor], mode: KVCacheManagementMode, model: ModelConfig = SMALL
+) -> DynamicInferenceEngine:
+    """make_executor: CpuExecutor, or CudaExecutor with its sizes given."""
     config = InferenceConfig(
         max_requests=4,
         max_tokens=48,
@@ -59,13 +62,12 @@ def engine_on(device: Device, mode: KVCacheManagementMode, model: ModelConfig = 
         block_size_tokens=16,
         kv_cache_management_mode=mode,
     )
-    executor = TorchExecutor(
+    executor = make_executor(
         ModelInMemory(RandomCheckpoint(model, torch.float32, CPU), name="random weights"),
-        TextGenerationController(None, _no_tokenizer),
+        ModelText(_no_tokenizer),
         dtype="float32",
         kv_cache_memory=1 << 20,
         max_sequence_length=96,
-        device=device,
     )
     executor.load()
     return DynamicInferenceEngine(executor, config)

@@ -26,7 +26,9 @@ from eventually import LONG_SECONDS
 TORCH = (
     "megatron_runtime.apis",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.native.torch_executor",
+    "megatron_runtime.backends.native.build",
+    "megatron_runtime.backends.echo.backend",
+    "megatron_runtime.backends.native.select",
     "rank_program",
     "pytest",  # every process looks into the main module of the one that asks for it
 )
@@ -36,7 +38,7 @@ PLATFORM = (
     "megatron_operator.controller.main",
     "megatron_runtime.coordinator.service",
     "megatron_runtime.engine.worker",
-    "megatron_runtime.backends.echo.echo_executor",
+    "megatron_runtime.backends.echo.backend",
     "pytest",
 )
 """What an operator, a coordinator and an echo engine import: no torch."""

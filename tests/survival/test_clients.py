@@ -11,6 +11,7 @@ import reckless_client
 import zmq
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
+from machine import scaled
 from soak import repeated
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
@@ -32,7 +33,7 @@ async def test_what_a_client_that_vanishes_had_is_aborted_and_its_blocks_freed(f
     arguments = (str(fleet.client_port), str(fleet.keys_dir), "100", "4000")
     vanishing = await fleet.run_python(Path(reckless_client.__file__), *arguments)
     assert vanishing.stdout is not None
-    assert await asyncio.wait_for(vanishing.stdout.readline(), 60) == b"started\n"
+    assert await asyncio.wait_for(vanishing.stdout.readline(), scaled(60)) == b"started\n"
     assert (await engine.metrics())["megatron_kv_cache_usage_perc"] > 0
     staying = Load([await fleet.client()])
     for number in range(20):
@@ -126,7 +127,7 @@ async def test_a_client_that_does_not_read_costs_nobody_anything_and_gets_all_wh
         grown = (memory().rss - before) / (1 << 20)
         report(f"200 streams of 500 tokens unread: coordinator grew by {grown:.1f} MiB")
         assert grown < 200
-        streamed, finals = await asyncio.wait_for(lazy.read_all(), 60)
+        streamed, finals = await asyncio.wait_for(lazy.read_all(), scaled(60))
         for uid, prompt in lazy.prompts.items():
             assert finals[uid] == echo_answer(prompt, 500)
             assert streamed[uid] == finals[uid][: len(streamed[uid])]
@@ -147,7 +148,7 @@ async def test_ten_clients_with_a_thousand_requests_each_at_once(
     prompts = [[client, number, seed] for number in range(1000) for client in range(10)]
     params = SamplingParams(num_tokens_to_generate=4)
     futures = [clients[prompt[0]].add_request(prompt, params) for prompt in prompts]
-    answers = await asyncio.wait_for(asyncio.gather(*futures), 200)
+    answers = await asyncio.wait_for(asyncio.gather(*futures), scaled(200))
     for prompt, answer in zip(prompts, answers, strict=True):
         assert answer["generated_tokens"] == echo_answer(prompt, 4)
     status = await link.status()

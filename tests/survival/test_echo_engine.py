@@ -7,13 +7,10 @@ from pathlib import Path
 
 import pytest
 from eventually import LONG_SECONDS
+from machine import scaled
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
-from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
-from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.distributed.errors import RankLostError
-from megatron_runtime.engine.build import build_engine
-from megatron_runtime.engine.faults import (
+from megatron_runtime.backends.echo.faults import (
     CrashOnToken,
     DropHeartbeats,
     FailStep,
@@ -24,6 +21,11 @@ from megatron_runtime.engine.faults import (
     StallVerb,
     parse_faults,
 )
+from megatron_runtime.backends.registry import build_backend, link_for
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
+from megatron_runtime.coordinator.service import Coordinator
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.backend import BackendFailure
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -54,7 +56,7 @@ class Stage:
             echo_ranks=ranks,
             kv_cache_memory=1 << 20,
         )
-        worker = self.workers[name] = EngineWorker(settings, build_engine(settings))
+        worker = self.workers[name] = EngineWorker(settings, build_backend(settings), link=link_for(settings))
         self.runs.append(asyncio.create_task(worker.run()))
         return worker
 
@@ -126,13 +128,13 @@ def test_the_documented_faults_are_faults() -> None:
 )
 def test_a_real_executor_takes_no_faults(options) -> None:
     with pytest.raises(ValueError, match="--executor echo"):
-        build_engine(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
+        build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
 
 
 def test_a_fault_of_a_rank_that_is_not_there_is_refused() -> None:
     faults = ("fail-verb:verb=PAUSE,rank=2",)
     with pytest.raises(ValueError, match="rank 2 of 2"):
-        build_engine(
+        build_backend(
             EngineSettings(coordinator="tcp://h:1", name="e", executor="echo", echo_ranks=2, echo_faults=faults)
         )
 
@@ -144,7 +146,7 @@ async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
         ack = await stage.control(kind, kind.name)
         assert (ack.ranks, ack.total_ranks) == (5, 5)
     for worker in workers:
-        ranks = worker._loaded.ranks
+        ranks = worker._backend.ranks
         joined = 1  # an engine that joins unpauses by itself
         expected = {Header.PAUSE: 1, Header.SUSPEND: 1, Header.RESUME: 1, Header.UNPAUSE: 1 + joined}
         assert ranks.acted == [expected] * ranks.count
@@ -160,9 +162,10 @@ async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, cl
         while not stage.coordinator.core.engines.in_flight():  # noqa: ASYNC110 - it has no event of its own
             await asyncio.sleep(0.01)
     if way == "rank ended":
-        worker.fail(RankLostError(1, "its connection ended"))
+        worker.on_failure(BackendFailure.of(RankLostError(1, "its connection ended")))
     elif way == "rank silent":
-        worker.fail(RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True))
+        silent = RankLostError(1, "its interpreter has not answered for 4.0 s", by_silence=True)
+        worker.on_failure(BackendFailure.of(silent))
     elif way == "control":
         worker._controls.put_nowait(None)
         worker._obey = None
@@ -219,7 +222,7 @@ async def test_a_step_that_fails_ends_the_engine_and_another_finishes_its_reques
     failing = stage.engine("failing", faults=("fail-step:at=20",))
     await stage.coordinator.wait_for_engines(1)
     streams = [client.add_request_streaming([n], params(40)) for n in range(1, 9)]
-    await asyncio.wait_for(failing.ended.wait(), 20)
+    await asyncio.wait_for(failing.ended.wait(), scaled(20))
     assert str(failing.failure) == "step 20 fails as told"
     stage.engine("healthy")
     for number, stream in enumerate(streams, start=1):
@@ -231,11 +234,11 @@ async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) 
     stage.engine("mute", faults=("drop-heartbeats:after=3,count=60",))
     await stage.coordinator.wait_for_engines(1)
     coordinator = stage.coordinator
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while coordinator.core.counters.engines_lost == 0:  # noqa: ASYNC110 - a counter has no event
             await asyncio.sleep(0.02)
     assert len(coordinator.core.engines) == 0
-    await asyncio.wait_for(coordinator.wait_for_engines(1), 20)
+    await asyncio.wait_for(coordinator.wait_for_engines(1), scaled(20))
 
 
 async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, params) -> None:
@@ -245,7 +248,7 @@ async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, para
     await anext(stream)
     client.abort_request(stream.request_id)
     assert (await client.add_request([4], params(300)))["generated_tokens"] == echo_answer([4], 300)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(scaled(20)):
         while worker._outputs.open:  # noqa: ASYNC110
             await asyncio.sleep(0.02)
     assert stage.coordinator.core.counters.stale > 0

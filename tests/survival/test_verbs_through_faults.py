@@ -1,21 +1,23 @@
 """Verbs whose acknowledgements and commits are lost, doubled and late: right end state, done once, no false success."""
 
 import asyncio
-import dataclasses
 import random
 from collections import Counter
 
 import pytest
 from fault_proxy import FaultProxy
 from fleet import until_status
+from machine import scaled
 from soak import FIRST_SEED, size
 
+from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.echo.simulated_ranks import SimulatedRanks
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.engine.build import build_engine
+from megatron_runtime.engine.backend import RankResults
+from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.settings import EngineSettings
-from megatron_runtime.engine.simulated_ranks import SimulatedRanks
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
@@ -39,16 +41,31 @@ LEGAL = {
 
 
 class RecordingRanks(SimulatedRanks):
-    """Knows how often each operation was acted on; an engine that converges by itself has no operation id."""
+    """Counts how often each operation was acted on; an engine that converges by itself has no operation id."""
 
     def __init__(self) -> None:
         super().__init__(RANKS)
         self.operations: Counter[str] = Counter()
+        self._operation_id: str | None = None
 
-    async def confirm(self, control: Control) -> None:
-        await super().confirm(control)
-        if control.operation_id is not None:
-            self.operations[control.operation_id] += 1
+    def record(self, lifecycle: Lifecycle) -> None:
+        """Note the operation of each control message that `lifecycle` handles, one at a time."""
+        handle = lifecycle.handle
+
+        async def recorded(control: Control) -> ControlAck:
+            self._operation_id = control.operation_id
+            try:
+                return await handle(control)
+            finally:
+                self._operation_id = None
+
+        lifecycle.handle = recorded
+
+    async def confirm(self, signal: Header) -> RankResults:
+        results = await super().confirm(signal)
+        if self._operation_id is not None:
+            self.operations[self._operation_id] += 1
+        return results
 
 
 class Scene:
@@ -76,9 +93,18 @@ class Scene:
 
     def _worker(self, name: str) -> EngineWorker:
         settings = EngineSettings(
-            coordinator=self.proxies[0].address, name=name, executor="echo", kv_cache_memory=1 << 18, max_requests=8
+            coordinator=self.proxies[0].address,
+            name=name,
+            executor="echo",
+            echo_ranks=RANKS,
+            kv_cache_memory=1 << 18,
+            max_requests=8,
         )
-        return EngineWorker(settings, dataclasses.replace(build_engine(settings), ranks=self.ranks[name]))
+        backend = EchoBackend(settings)
+        backend.ranks = self.ranks[name]
+        worker = EngineWorker(settings, backend)
+        self.ranks[name].record(worker.lifecycle)
+        return worker
 
     async def __aenter__(self) -> "Scene":
         for link in (self.admin, self.witness):
@@ -170,7 +196,7 @@ async def one_run(seed: int, fates: Counter[str]) -> None:
         status = await scene.settled()
         for kind in PATH_TO_RUNNING[status.state]:
             assert (await scene.ask(kind, timeout_seconds=60)).ranks == RANKS * len(ENGINES)
-        answers = await asyncio.wait_for(asyncio.gather(*requests), 60)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), scaled(60))
         assert [answer["generated_length"] for answer in answers] == [50] * len(requests)
         if not scene.updated:
             assert [answer["generated_tokens"] for answer in answers] == [echo_answer([seed, n], 50) for n in range(8)]
@@ -213,7 +239,7 @@ async def test_every_signal_in_every_state_is_answered_at_once_and_an_illegal_on
                 continue
             answer = scene.admin.control(kind, operation_id=f"illegal {kind.name}", fence=1, timeout_seconds=3600)
             with pytest.raises(ControlRefusedError) as refused:
-                await asyncio.wait_for(answer, 60)
+                await asyncio.wait_for(answer, scaled(60))
             assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
             assert state in refused.value.message
         assert [ranks.operations for ranks in scene.ranks.values()] == acted
@@ -227,6 +253,6 @@ async def test_no_engine_is_not_all_engines() -> None:
         await until_status(scene.witness, lambda status: not status.engines, seconds=60, what="all engines left")
         answer = scene.admin.control(Header.PAUSE, operation_id="p", fence=1, expected_engines=3, timeout_seconds=60)
         with pytest.raises(ControlRefusedError) as refused:
-            await asyncio.wait_for(answer, 60)
+            await asyncio.wait_for(answer, scaled(60))
         assert refused.value.code == ErrorCode.ENGINES_MISSING
         assert (await scene.witness.status()).state == "RUNNING"

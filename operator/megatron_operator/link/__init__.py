@@ -1,1 +1,1 @@
-"""The control connection to one coordinator: what it says about itself, and the signals it is sent."""
+"""The connection to the admin port of a coordinator: its status, and the signals that it gets."""

@@ -1,4 +1,4 @@
-"""Where the admin port of a resource's coordinator is. Injectable, so that a coordinator may be anywhere in tests."""
+"""The address of the admin port of a resource's coordinator. Injectable, so that tests may run it anywhere."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from megatron_operator.render.context import PORT_ADMIN
 from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
 
 Resolver = Callable[[str, str, str], str | None]
-"""(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None while there is none."""
+"""(name, namespace, cluster IP of `NAME-coordinator` or empty) -> ZeroMQ endpoint; None without one."""
 
 
 class AddressTemplateError(ValueError):
-    """`--coordinator-address` cannot be filled in."""
+    """`--coordinator-address` is not a valid template."""
 
 
 def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
-    """The Service's virtual address: needs no DNS, and is reachable from a node as well as from a pod."""
+    """Return the virtual address of the Service. It needs no DNS and is reachable from nodes and pods."""
     if not cluster_ip:
         return None
     host = f"[{cluster_ip}]" if ":" in cluster_ip else cluster_ip
@@ -24,10 +24,10 @@ def service_address(name: str, namespace: str, cluster_ip: str) -> str | None:
 
 
 def template_resolver(template: str) -> Resolver:
-    """Fills `{name}` and `{namespace}`; without a scheme `tcp://` is meant, without a port the admin port.
+    """Return a resolver that fills in `{name}` and `{namespace}`. Defaults: scheme `tcp://`, the admin port.
 
     Raises:
-        AddressTemplateError: for any other placeholder, and for another scheme.
+        AddressTemplateError: another placeholder or scheme.
     """
     try:
         template.format(name="name", namespace="namespace")

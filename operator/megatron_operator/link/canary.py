@@ -1,4 +1,4 @@
-"""A canary: one short greedy completion that goes to one engine alone, and what its answer must look like."""
+"""A canary: one short greedy completion for one engine, and the check of its answer."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ logger = logging.getLogger(__name__)
 
 NEW_TOKENS = 4
 MOST_TOKENS = 64
-"""An answer that is longer than asked for is wrong, and is not quoted in full."""
+"""A longer answer is wrong, and is not quoted in full."""
 DEADLINE_SECONDS = 60.0
 ANY_PROMPT = (1, 2, 3, 4)
-"""Ids that every vocabulary has."""
+"""Token ids that every vocabulary has."""
 UNSUPPORTED = frozenset({ErrorCode.WRONG_ROLE, ErrorCode.MALFORMED})
 PASSING = frozenset({ErrorCode.UNKNOWN_PEER, ErrorCode.ENGINES_MISSING, ErrorCode.UNAVAILABLE, ErrorCode.QUEUE_FULL})
-"""Say nothing about the engine: it, or the coordinator, was not there. The canary is sent again."""
+"""The engine or the coordinator was not there, so the engine is not judged. The canary is sent again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectation:
-    """A prompt whose greedy continuation is known, whatever the precision: no runner-up comes within 3.5 nats."""
+    """A prompt whose greedy continuation is known at any precision: no other token comes within 3.5 nats."""
 
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
@@ -49,12 +49,12 @@ KNOWN: dict[str, Expectation] = {
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """One that was sent."""
+    """A canary that was sent."""
 
     uid: bytes
     asked: AskCanary
     until: float
-    """On the sender's clock: when its answer is not waited for any more."""
+    """Until this time, on the sender's clock, the answer is awaited."""
 
 
 def new_canary(asked: AskCanary, *, now: float) -> Canary:
@@ -62,7 +62,7 @@ def new_canary(asked: AskCanary, *, now: float) -> Canary:
 
 
 def frames_of(canary: Canary) -> list[bytes]:
-    """SUBMIT, pinned to the engine."""
+    """Return SUBMIT, pinned to the engine."""
     known = KNOWN.get(canary.asked.model)
     prompt = np.asarray(known.prompt if known else ANY_PROMPT, dtype="<i4").tobytes()
     meta = RequestMeta(deadline_ms=int(DEADLINE_SECONDS * 1000), engine=canary.asked.engine)
@@ -71,7 +71,7 @@ def frames_of(canary: Canary) -> list[bytes]:
 
 
 def judge(canary: Canary, answer: Final | Error) -> CanaryReport | None:
-    """What an answer says about the engine; None when it says nothing."""
+    """Return the verdict on the engine; None if the answer says nothing about it."""
     revision = canary.asked.revision
     if isinstance(answer, Error):
         if answer.code in PASSING:
@@ -116,7 +116,7 @@ def _is_finite(value: object) -> bool:
 
 
 class CanaryBook:
-    """The canaries of one link: what was sent and is awaited, and the last verdict on each engine."""
+    """The canaries of one link: those that await an answer, and the last verdict on each engine."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -124,7 +124,7 @@ class CanaryBook:
         self.reports: dict[str, CanaryReport] = {}
 
     def ask(self, asked: AskCanary, send: Callable[[list[bytes]], bool]) -> bool:
-        """Send one, unless the answer of one to that engine at that revision is awaited. False when it was not sent."""
+        """Send a canary, unless the answer of one to that engine and revision is awaited. False if it was not sent."""
         waiting = self._waiting.get(asked.engine)
         if waiting is not None and waiting.asked == asked and waiting.until > self._clock():
             return True
@@ -135,8 +135,10 @@ class CanaryBook:
         return True
 
     def answered(self, answer: Final | Error, uid: bytes | None) -> bool:
-        """Take an answer; True when there is a verdict. `uid` None: a coordinator that takes no canaries refused
-        without saying what; nothing else is so refused."""
+        """Handle an answer; True if there is a verdict.
+
+        uid: None for an ERROR without one, by which a coordinator without support for canaries rejects them.
+        """
         engine = next((name for name, canary in self._waiting.items() if uid in (None, canary.uid)), None)
         if engine is None:
             return False
@@ -149,5 +151,5 @@ class CanaryBook:
         return True
 
     def forget_sent(self) -> None:
-        """The connection is another: what was sent on the old one is not awaited any more."""
+        """On a new connection, answers to canaries of the old one are no longer awaited."""
         self._waiting.clear()

@@ -1,7 +1,7 @@
-"""From a coordinator's answers to the snapshot that decisions are made from.
+"""Conversion of a coordinator's answers to the snapshot that decisions use.
 
-A coordinator may be of any image: its texts are cut, and what does not print in them is escaped, before they can reach
-a status, a log or a terminal.
+A coordinator may run any image. Its texts are cut, and unprintable characters are escaped, before they reach a status,
+a log or a terminal.
 """
 
 from __future__ import annotations
@@ -35,8 +35,11 @@ def snapshot_of(
     canaries: Mapping[str, CanaryReport] | None = None,
     idle_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
-    """`refusals` are answers that the coordinator gave at once and need not remember; what it remembers wins.
-    `canaries` and `idle_seconds` are the link's own."""
+    """Return the snapshot of STATUS_REPLY.
+
+    refusals: signals that the coordinator rejected at once and may not remember; operations in `reply` take precedence.
+    canaries, idle_seconds: measured by the link.
+    """
     operations = dict(refusals)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
     return CoordinatorSnapshot(
@@ -71,20 +74,20 @@ def snapshot_of(
 
 
 def printable(text: str, most: int) -> str:
-    """`text` in at most `most` characters. Those that do not print, as control characters, are escaped."""
+    """Cut `text` to `most` characters and escape those that do not print, such as control characters."""
     return escaped(text[:most])[:most]
 
 
 def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
-    """The part whose change is worth waking a task: nothing that moves with every request, but that there is one while
-    everything sleeps."""
+    """Return the part whose change wakes a task: nothing that changes with every request, except that a request waits
+    while the engines are suspended."""
     engines = tuple(replace(engine, in_flight=0) for engine in snapshot.engines)
     waits = snapshot.queue_length > 0 and snapshot.state is CoordinatorState.SUSPENDED
     return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, engines=engines)
 
 
 def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
-    """A signal that was answered with `ok: false`."""
+    """Return the report of a signal that was answered with `ok: false`."""
     return OperationReport(
         outcome=OperationOutcome.FAILED,
         signal=signal,

@@ -1,8 +1,8 @@
 """Megatron from Python: `MegatronLLM` for calls that block, `MegatronAsyncLLM` for coroutines."""
 
+from megatron_runtime.apis._llm_base import GenerationChunk
 from megatron_runtime.apis.async_llm import MegatronAsyncLLM
 from megatron_runtime.apis.llm import MegatronLLM
-from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.apis.streaming import GenerationChunk
+from megatron_runtime.apis.serve import ServeConfig
 
 __all__ = ["GenerationChunk", "MegatronAsyncLLM", "MegatronLLM", "ServeConfig"]

@@ -1,6 +1,6 @@
 """What MegatronLLM and MegatronAsyncLLM share: the engine, its background runtime, and what every call does.
 
-Nothing here is public; the two classes differ only in how a caller waits.
+The two classes differ only in how a caller waits. Public from here is `GenerationChunk` alone.
 """
 
 from __future__ import annotations
@@ -9,56 +9,104 @@ import asyncio
 import concurrent.futures
 import logging
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeAlias, TypeVar
 
-from megatron_runtime.apis import _ranks
-from megatron_runtime.apis._coordinator_runtime import _CoordinatorRuntime
-from megatron_runtime.apis._event_loop import _EventLoopManager
-from megatron_runtime.apis._front_end import FrontEnd
 from megatron_runtime.apis._pipeline import ExecutorOptions, default_config, engine_of_model, engine_of_reference
-from megatron_runtime.apis._prompts import Prompt, normalize_prompts
-from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.apis._runtime import _CoordinatorRuntime, _EventLoopManager, global_rank
+from megatron_runtime.apis.serve import FrontEnd, ServeConfig
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.protocol.lifecycle import EngineState
-from megatron_runtime.requests.answer import answered_request
 from megatron_runtime.requests.config import InferenceConfig
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.requests.request import DynamicInferenceRequest, answered_request
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
+from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.transport.control_link import ControlRefusedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
-__all__ = ["_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
+__all__ = ["GenerationChunk", "_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
 
 T = TypeVar("T")
+Prompt: TypeAlias = str | list[int]
+Prompts: TypeAlias = str | list[int] | list[str] | list[list[int]]
 
 logger = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 30.0
-"""For each verb of a shutdown; an engine that does not answer is left."""
-
+"""For each verb of a shutdown; after it, the shutdown goes on without the engines that have not answered."""
 
 WAITED_FOR = (EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED, EngineState.RESUMED)
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationChunk:
+    """A piece of an answer. The texts of all pieces together are the answer's text, their tokens its tokens.
+
+    log_probs: of the tokens, if they were asked for.
+    request:   in the last piece, the whole request; a failed one has status FAILED.
+    """
+
+    text: str
+    token_ids: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = None
+    request: DynamicInferenceRequest | None = None
+
+
+class _ChunkReader:
+    """Makes the pieces of one answer from the items of its stream. A piece that was given out stays as it was."""
+
+    def __init__(self, prompt: Prompt, prompt_tokens: list[int], params: SamplingParams, controller: ModelText) -> None:
+        self._prompt = prompt
+        self._prompt_tokens = prompt_tokens
+        self._params = params
+        self._controller = controller
+        self._detokenizer = controller.detokenizer()
+        self._characters = 0
+        self._tokens = 0
+
+    def read(self, item: dict[str, Any]) -> GenerationChunk:
+        """item: `{"partial": frame}` or `{"final": reply}`."""
+        if "partial" in item:
+            frame = item["partial"]
+            tokens: list[int] = frame["new_tokens"]
+            piece = self._detokenizer.feed(tokens)
+            self._characters += len(piece)
+            self._tokens += len(tokens)
+            return GenerationChunk(piece, tokens, frame.get("new_log_probs"))
+        request = answered_request(
+            item["final"],
+            prompt=self._prompt,
+            prompt_tokens=self._prompt_tokens,
+            sampling_params=self._params,
+            text=self._controller,
+        )
+        rest, log_probs = request.generated_tokens[self._tokens :], request.generated_log_probs
+        return GenerationChunk(
+            (request.generated_text or "")[self._characters :],
+            rest,
+            log_probs[-len(rest) :] if log_probs and rest else None,
+            request,
+        )
 
 
 class _MegatronLLMBase:
     """One engine of this process, used directly or through a coordinator.
 
-    Direct mode: every rank is primary, and generate() runs the engine in the calling thread. Lifecycle verbs are for
-    coordinator mode: there a background event loop hosts the engine's connection and, on global rank 0, the client.
+    Direct mode: every rank is primary, and generate() runs the engine in the calling thread. Lifecycle verbs need
+    coordinator mode: there a background event loop has the engine's connection and, on global rank 0, the client.
 
     model:     a causal language model of transformers in eval mode, or a DecoderModel. Its weights are copied.
     tokenizer: a Tokenizer, a fast tokenizer of transformers, or a model reference that has one.
-    inference_config: limits and habits; None means Megatron-Core's defaults, with a KV cache that fits this machine.
+    inference_config: limits and options; None means Megatron-Core's defaults, with a KV cache that fits this machine.
     coordinator_host, coordinator_port: where the coordinator listens; by default a free port on the loopback interface.
-    inference_wrapper_cls: a GPTInferenceWrapper that runs the model in a way of its own.
+    inference_wrapper_cls: the class that runs the model, derived from GPTInferenceWrapper.
     dtype:     "auto", "float32" or "bfloat16".
     threads:   torch threads; None leaves the choice.
     """
@@ -122,14 +170,14 @@ class _MegatronLLMBase:
             manager.stop()
             raise
         self._loop_manager, self._coord_runtime = manager, runtime
-        # To join, the engine may have passed through states that no call of this program asked for.
+        # An engine that joins may pass through states that no call of this program asked for.
         self._reached = {state: self._engine.state_events.times(state) for state in WAITED_FOR}
 
-    # --- what there is ------------------------------------------------------------------------------------------
+    # --- parts ------------------------------------------------------------------------------------------------
 
     @staticmethod
     def _is_global_primary() -> bool:
-        return _ranks.global_rank() == 0
+        return global_rank() == 0
 
     @property
     def is_primary_rank(self) -> bool:
@@ -146,21 +194,41 @@ class _MegatronLLMBase:
 
     @property
     def controller(self) -> TextGenerationController:
-        return self._engine.controller
+        """The model and its text. Its `inference_wrapped_model` is None while the weights are released."""
+        executor = self._engine.executor
+        model, dtype = getattr(executor, "model", None), getattr(executor, "dtype", None)
+        wrapped = GPTInferenceWrapper(model, dtype=dtype) if model is not None and dtype is not None else None
+        return TextGenerationController(wrapped, self._engine.controller)
 
     def _assert_primary(self) -> None:
         if not self.is_primary_rank:
             raise RuntimeError(
-                f"this is rank {_ranks.global_rank()}: only the primary rank, 0, takes prompts and gives answers"
+                f"this is rank {global_rank()}: only the primary rank, 0, takes prompts and gives answers"
             )
 
     def _assert_coordinator(self) -> None:
         if not self._use_coordinator:
             raise RuntimeError("this call needs a coordinator: construct with use_coordinator=True")
 
-    def _normalize_prompts(self, prompts: Any) -> tuple[list[Prompt], bool]:
-        """(prompts as a list, whether a batch was given): see apis._prompts."""
-        return normalize_prompts(prompts)
+    @staticmethod
+    def _normalize_prompts(prompts: Any) -> tuple[list[Prompt], bool]:
+        """Return (prompts as a list, whether a batch was given). Only the first element is looked at; the engine checks
+        the rest.
+
+        Raises TypeError for anything but str, list[int], list[str], list[list[int]].
+        """
+        if isinstance(prompts, str):
+            return [prompts], False
+        if isinstance(prompts, list):
+            if not prompts:
+                return [], True
+            first = prompts[0]
+            if isinstance(first, int) and not isinstance(first, bool):
+                return [prompts], False
+            if isinstance(first, str | list):
+                return prompts, True
+        shown = f"a list of {type(prompts[0]).__name__}" if isinstance(prompts, list) else type(prompts).__name__
+        raise TypeError(f"prompts is {shown}: want str, list[int], list[str] or list[list[int]]")
 
     def _manager(self) -> _EventLoopManager:
         self._assert_coordinator()
@@ -177,8 +245,9 @@ class _MegatronLLMBase:
     # --- generate -----------------------------------------------------------------------------------------------
 
     def _prepare(
-        self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any
+        self, prompts: Any, sampling_params: SamplingParams | None, multi_modal_data: Any = None
     ) -> tuple[list[Prompt], bool, SamplingParams]:
+        """Return (prompts as a list, whether a batch was given, sampling parameters)."""
         self._assert_primary()
         if multi_modal_data is not None:
             raise ValueError("multi_modal_data: this model takes text alone: leave it out")
@@ -186,8 +255,9 @@ class _MegatronLLMBase:
         return listed, is_batch, sampling_params or SamplingParams()
 
     async def _generate_impl(self, prompts: list[Prompt], sp: SamplingParams) -> list[DynamicInferenceRequest]:
-        """Answers in the order of `prompts`. In coordinator mode it must run on the background loop; in direct mode the
-        engine runs in a thread meanwhile.
+        """Return the answers in the order of `prompts`.
+
+        In coordinator mode it must run on the background loop. In direct mode the engine runs in a thread.
         """
         if not self._use_coordinator:
             return await asyncio.to_thread(self._engine.generate, prompts, sp)
@@ -205,17 +275,28 @@ class _MegatronLLMBase:
         ]
 
     async def _stream_impl(self, prompt: Prompt, sp: SamplingParams) -> AsyncGenerator[GenerationChunk]:
-        """The pieces of one answer, in coordinator mode and on the background loop. Closed early, it aborts."""
+        """Yield the pieces of one answer, in coordinator mode and on the background loop. Closed early, it aborts."""
         [tokens] = await asyncio.to_thread(self._tokenize, [prompt], sp)
-        controller = self._engine.controller
-        reader = ChunkReader(prompt=prompt, prompt_tokens=tokens, sampling_params=sp, text=controller)
+        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
         stream = self._client().add_request_streaming(tokens, sp)
         try:
             async for item in stream:
-                for chunk in reader.read(item):
-                    yield chunk
+                yield reader.read(item)
         finally:
             await stream.aclose()
+
+    def _prepare_stream(self, prompt: Any, sampling_params: SamplingParams | None) -> tuple[Prompt, SamplingParams]:
+        listed, is_batch, params = self._prepare(prompt, sampling_params)
+        if is_batch:
+            raise TypeError("generate_stream() takes one prompt: str or list[int]")
+        return listed[0], params
+
+    def _stream_directly(self, prompt: Prompt, sp: SamplingParams) -> Generator[GenerationChunk]:
+        """The pieces of one answer, in direct mode: the engine runs in the thread that asks for the next one."""
+        [tokens] = self._tokenize([prompt], sp)
+        reader = _ChunkReader(prompt, tokens, sp, self._engine.controller)
+        for item in self._engine.generate_stream(tokens, sp):
+            yield reader.read(item)
 
     @staticmethod
     async def _next(chunks: AsyncIterator[GenerationChunk]) -> GenerationChunk | None:
@@ -255,15 +336,15 @@ class _MegatronLLMBase:
         if self.is_primary_rank:
             await getattr(self._client(), name)()
         else:
-            # Counted, because the primary may have led on to another state before this rank asks.
+            # Counted, because the engines may be in a later state before this rank asks.
             events = self._engine.state_events
             wanted = self._reached.get(reached, 0) + 1
             await self._engine.wait_until(reached, times=wanted)
             self._reached[reached] = min(wanted, events.times(reached))
 
     async def _shutdown_impl(self) -> None:
-        """Stop every engine, then the coordinator; a worker waits for its engine to be stopped. Who does not answer in
-        time is left.
+        """Stop every engine, then the coordinator; a worker rank waits until its engine is stopped. Engines that do not
+        answer in time are left running.
         """
         assert self._coord_runtime is not None
         if self._front_end is not None:
@@ -276,7 +357,7 @@ class _MegatronLLMBase:
             except (ControlRefusedError, CoordinatorUnreachableError) as error:
                 logger.warning("shutting down although the engines did not stop in order: %s", error)
         else:
-            # The primary rank stops this engine; if it is gone nobody will.
+            # The primary rank stops this engine, unless it is gone.
             await asyncio.wait({self._engine.engine_loop_task}, timeout=2 * FAREWELL_SECONDS)
         await self._coord_runtime.teardown()
 
@@ -332,11 +413,11 @@ class _MegatronLLMBase:
     # --- bridges ------------------------------------------------------------------------------------------------
 
     def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
-        """Run a coroutine on the background loop; wait for the future as you like."""
+        """Run a coroutine on the background loop and return its future."""
         return self._bridge(coro).submit(coro)
 
     def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine on the background loop and block for its result; the caller's loop stands still."""
+        """Run a coroutine on the background loop and block for its result; this blocks the caller's own loop, too."""
         return self._bridge(coro).run_sync(coro)
 
     def _bridge(self, coro: Coroutine[Any, Any, Any]) -> _EventLoopManager:

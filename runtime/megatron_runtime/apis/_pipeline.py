@@ -1,4 +1,4 @@
-"""From a model and a tokenizer to an engine: wrapper, controller, executor, engine."""
+"""From a model and a tokenizer to an engine."""
 
 from __future__ import annotations
 
@@ -6,30 +6,32 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from megatron_runtime.backends.native.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
-
-if TYPE_CHECKING:
-    from megatron_runtime.backends.native.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.tokenization.chat_template import chat_template_of_model
 
 DEFAULT_MEMORY_SHARE = 0.25
-"""Of the memory that is free, for the KV cache of an engine whose configuration nobody gave."""
+"""Of the free memory, for the KV cache of an engine without a configuration."""
 
 
 def default_config() -> InferenceConfig:
-    """Megatron-Core's defaults, with a KV cache that this machine has room for."""
+    """Return Megatron-Core's defaults, with a KV cache that fits this machine."""
     wanted = InferenceConfig()
-    room = _available_bytes() * DEFAULT_MEMORY_SHARE / (1 << 30)
-    return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, room), enable_chunked_prefill=True)
+    available = _available_bytes() * DEFAULT_MEMORY_SHARE / (1 << 30)
+    return InferenceConfig(buffer_size_gb=min(wanted.buffer_size_gb, available), enable_chunked_prefill=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExecutorOptions:
-    """What the executor of a program's engine is told; see TorchExecutor."""
+    """Options of the executor of a program's engine; see TorchExecutor."""
 
     dtype: str = "auto"
     threads: int | None = None
@@ -37,20 +39,21 @@ class ExecutorOptions:
 
 
 def engine_of_reference(model: str, config: InferenceConfig, options: ExecutorOptions) -> DynamicInferenceEngine:
-    """The engine of a model reference, weights not loaded yet. Raises ModelSourceError, UnsupportedModelError."""
+    """Return the engine of a model reference; its weights are not loaded yet.
+
+    Raises ModelSourceError, UnsupportedModelError.
+    """
     return _engine(resolve(model), lambda: load_tokenizer(model), config, options)
 
 
 def engine_of_model(
     model: Any, tokenizer: Any, config: InferenceConfig, options: ExecutorOptions
 ) -> DynamicInferenceEngine:
-    """The engine of a model that the program holds, weights not copied yet.
+    """Return the engine of a model that the program holds; its weights are not copied yet.
 
-    Raises UnsupportedModelError for a model, TypeError for a tokenizer, that cannot be taken over.
+    Raises UnsupportedModelError for a model, TypeError for a tokenizer, of a kind that it cannot use.
     """
-    from megatron_runtime.checkpoints.in_memory import model_in_memory
-
-    return _engine(model_in_memory(model), take_over_tokenizer(tokenizer), config, options)
+    return _engine(model_in_memory(model), _own_tokenizer(tokenizer), config, options)
 
 
 def _engine(
@@ -59,25 +62,21 @@ def _engine(
     config: InferenceConfig,
     options: ExecutorOptions,
 ) -> DynamicInferenceEngine:
-    # Read when torch loads its OpenMP runtime: threads that spin between operators take the processor from all else.
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    from megatron_runtime.backends.native.device import select_device
-    from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
-    from megatron_runtime.backends.native.torch_executor import TorchExecutor
-
-    executor = TorchExecutor(
+    wrapper_class = options.wrapper_class
+    executor = select_executor(
         source,
-        TextGenerationController(None, tokenizer, logprobs_mode=config.logprobs_mode),
+        ModelText(tokenizer),
+        config,
         dtype=options.dtype,
         kv_cache_memory=config.buffer_bytes,
         threads=options.threads,
-        device=select_device("auto", config, wrapper_class=options.wrapper_class),
+        make_forward=None if wrapper_class is None else wrapper_class.forward_of,
     )
     return DynamicInferenceEngine(executor, config)
 
 
-def take_over_tokenizer(tokenizer: Any) -> Tokenizer:
-    """`tokenizer` itself, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as ours."""
+def _own_tokenizer(tokenizer: Any) -> Tokenizer:
+    """Return `tokenizer`, or a fast tokenizer of transformers (or a `tokenizers.Tokenizer`) as a Tokenizer."""
     if isinstance(tokenizer, Tokenizer):
         return tokenizer
     if isinstance(tokenizer, str | Path):
@@ -88,12 +87,6 @@ def take_over_tokenizer(tokenizer: Any) -> Tokenizer:
             f"tokenizer is {type(tokenizer).__module__}.{type(tokenizer).__name__}: want a Tokenizer of "
             "megatron_runtime, a fast tokenizer of transformers, or a model reference"
         )
-    return _from_backend(backend, tokenizer)
-
-
-def _from_backend(backend: Any, tokenizer: Any) -> Tokenizer:
-    from megatron_runtime.tokenization.chat_template import chat_template_of_model
-
     eos = getattr(tokenizer, "eos_token_id", None)
     template = getattr(tokenizer, "chat_template", None)
     names = ("bos_token", "eos_token", "unk_token", "pad_token")

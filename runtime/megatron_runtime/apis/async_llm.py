@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from collections.abc import AsyncIterator
 from typing import Any, Self
 
-from megatron_runtime.apis._llm_base import _MegatronLLMBase
-from megatron_runtime.apis._prompts import Prompt, Prompts
-from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.apis._llm_base import GenerationChunk, Prompts, _MegatronLLMBase
+from megatron_runtime.apis.serve import ServeConfig
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 
@@ -51,14 +48,14 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> AsyncIterator[GenerationChunk]:
         """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
-        listed, is_batch, params = self._prepare(prompt, sampling_params, None)
-        if is_batch:
-            raise TypeError("generate_stream() takes one prompt: str or list[int]")
-        [single] = listed
+        single, params = self._prepare_stream(prompt, sampling_params)
         if not self._use_coordinator:
-            async with aclosing(self._stream_directly(single, params)) as pieces:
-                async for piece in pieces:
+            pieces = self._stream_directly(single, params)
+            try:
+                while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                     yield piece
+            finally:
+                await asyncio.to_thread(pieces.close)
             return
         manager = self._manager()
         chunks = self._stream_impl(single, params)
@@ -67,18 +64,6 @@ class MegatronAsyncLLM(_MegatronLLMBase):
                 yield chunk
         finally:
             await manager.run_async(chunks.aclose())
-
-    async def _stream_directly(self, prompt: Prompt, params: SamplingParams) -> AsyncGenerator[GenerationChunk]:
-        [tokens] = await asyncio.to_thread(self._tokenize, [prompt], params)
-        controller = self._engine.controller
-        reader = ChunkReader(prompt=prompt, prompt_tokens=tokens, sampling_params=params, text=controller)
-        items = self._engine.generate_stream(tokens, params)
-        try:
-            while (item := await asyncio.to_thread(next, items, None)) is not None:
-                for chunk in reader.read(item):
-                    yield chunk
-        finally:
-            await asyncio.to_thread(items.close)
 
     # --- lifecycle: coordinator mode only -----------------------------------------------------------------------
 
@@ -90,15 +75,15 @@ class MegatronAsyncLLM(_MegatronLLMBase):
         await self._manager().run_async(self._unpause_impl())
 
     async def suspend(self) -> None:
-        """Give weights and KV cache back. Legal when paused."""
+        """Release weights and KV cache. Legal when paused."""
         await self._manager().run_async(self._suspend_impl())
 
     async def resume(self) -> None:
-        """Take memory again. The engines are paused then: unpause() comes next."""
+        """Reallocate memory. The engines are paused then: unpause() comes next."""
         await self._manager().run_async(self._resume_impl())
 
     async def update_weights(self, source: str, epoch: int) -> None:
-        """Go on with the weights at `source`, a model reference, labelled `epoch`. Legal running and paused."""
+        """Continue with the weights at `source`, a model reference, as `epoch`. Legal when running and when paused."""
         await self._manager().run_async(self._update_weights_impl(source, epoch))
 
     async def set_generation_epoch(self, epoch: int) -> None:
@@ -118,7 +103,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     async def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
-        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only heed `blocking`.
+        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only use `blocking`.
 
         blocking: return when the engines were stopped; otherwise at once, with `url` set.
 

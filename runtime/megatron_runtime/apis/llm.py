@@ -1,15 +1,13 @@
-"""`MegatronLLM`: inference for programs that block."""
+"""`MegatronLLM`: inference for synchronous programs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any, Self
 
-from megatron_runtime.apis._llm_base import _MegatronLLMBase
-from megatron_runtime.apis._prompts import Prompts
-from megatron_runtime.apis.serve_config import ServeConfig
-from megatron_runtime.apis.streaming import ChunkReader, GenerationChunk
-from megatron_runtime.requests.dynamic import DynamicInferenceRequest
+from megatron_runtime.apis._llm_base import GenerationChunk, Prompts, _MegatronLLMBase
+from megatron_runtime.apis.serve import ServeConfig
+from megatron_runtime.requests.request import DynamicInferenceRequest
 from megatron_runtime.requests.sampling_params import SamplingParams
 
 
@@ -44,16 +42,9 @@ class MegatronLLM(_MegatronLLMBase):
         self, prompt: str | list[int], sampling_params: SamplingParams | None = None
     ) -> Iterator[GenerationChunk]:
         """The answer to one prompt, piece by piece. Closing the iterator early aborts the request."""
-        listed, is_batch, params = self._prepare(prompt, sampling_params, None)
-        if is_batch:
-            raise TypeError("generate_stream() takes one prompt: str or list[int]")
-        [single] = listed
+        single, params = self._prepare_stream(prompt, sampling_params)
         if not self._use_coordinator:
-            controller = self._engine.controller
-            [tokens] = self._tokenize([single], params)
-            reader = ChunkReader(prompt=single, prompt_tokens=tokens, sampling_params=params, text=controller)
-            for item in self._engine.generate_stream(tokens, params):
-                yield from reader.read(item)
+            yield from self._stream_directly(single, params)
             return
         manager = self._manager()
         chunks = self._stream_impl(single, params)
@@ -73,15 +64,15 @@ class MegatronLLM(_MegatronLLMBase):
         self._manager().run_sync(self._unpause_impl())
 
     def suspend(self) -> None:
-        """Give weights and KV cache back. Legal when paused."""
+        """Release weights and KV cache. Legal when paused."""
         self._manager().run_sync(self._suspend_impl())
 
     def resume(self) -> None:
-        """Take memory again. The engines are paused then: unpause() comes next."""
+        """Reallocate memory. The engines are paused then: unpause() comes next."""
         self._manager().run_sync(self._resume_impl())
 
     def update_weights(self, source: str, epoch: int) -> None:
-        """Go on with the weights at `source`, a model reference, labelled `epoch`. Legal running and paused."""
+        """Continue with the weights at `source`, a model reference, as `epoch`. Legal when running and when paused."""
         self._manager().run_sync(self._update_weights_impl(source, epoch))
 
     def set_generation_epoch(self, epoch: int) -> None:
@@ -101,7 +92,7 @@ class MegatronLLM(_MegatronLLMBase):
     # --- HTTP ---------------------------------------------------------------------------------------------------
 
     def serve(self, serve_config: ServeConfig | None = None, blocking: bool = True) -> None:
-        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only heed `blocking`.
+        """Offer the OpenAI interface over HTTP, on the primary rank. Worker ranks only use `blocking`.
 
         blocking: return when the engines were stopped; otherwise at once, with `url` set.
 

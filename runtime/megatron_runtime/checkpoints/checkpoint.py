@@ -1,74 +1,82 @@
-"""What a model loads from, whatever the file format: a configuration and named tensors, read in any order."""
+"""Open a checkpoint of any format, and show the progress of reading it."""
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Mapping
+import sys
+from collections.abc import Callable, Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from math import prod
 
+import torch
+
+from megatron_kernels.quantized import QuantizedTensor
+from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.checkpoints.source import GGUFSource, ModelInMemory, ModelSource, TorchDistSource
-
-if TYPE_CHECKING:
-    import torch
-
-    from megatron_kernels.quantized import QuantizedTensor
-    from megatron_runtime.models.config import ModelConfig
-
-Part = tuple[slice, ...]
-"""A part of a tensor: one slice an axis, of step 1; axes without one are whole."""
+from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
+from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 
-class UnsupportedModelError(ValueError):
-    """The files are readable but hold a model this runtime does not run. The message names what is not supported."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorKind:
-    """dtype: of what read() gives; float32 for quantised tensors."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class Checkpoint(Protocol):
-    """One set of weights. Making one reads headers only, and refuses files that are cut short."""
-
-    @property
-    def config(self) -> ModelConfig: ...
-
-    @property
-    def kinds(self) -> Mapping[str, TensorKind]:
-        """Every tensor, under its transformers name and in the layout of transformers. Experts are one by one."""
-
-    def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Values of a tensor, or of a part of it. They may be a view of the file: copy what is kept, change nothing."""
-
-    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
-        """A quantised matrix as it is stored, also possibly a view of the file.
-
-        wanted: GGML types. None if it is of no such type, or the part cuts through its blocks.
-        """
+def open_checkpoint(source: ModelSource) -> Checkpoint:
+    """Return the checkpoint at `source`. Raises UnsupportedModelError and the errors of the format."""
+    if isinstance(source, ModelInMemory):
+        return source.checkpoint
+    if isinstance(source, GGUFSource):
+        return GGUFCheckpoint(source.path)
+    if isinstance(source, TorchDistSource):
+        return TorchDistCheckpoint(source.directory)
+    return SafetensorsCheckpoint(source.directory)
 
 
 def tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of `checkpoint`, whole."""
+    """Yield the name and the values of every tensor of `checkpoint`."""
     for name in checkpoint.kinds:
         yield name, checkpoint.read(name)
 
 
-def open_checkpoint(source: ModelSource) -> Checkpoint:
-    """Return the checkpoint at `source`. Raises UnsupportedModelError and the format's own error."""
-    if isinstance(source, ModelInMemory):
-        held: Checkpoint = source.checkpoint
-        return held
-    if isinstance(source, GGUFSource):
-        from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
+@contextmanager
+def with_progress(checkpoint: Checkpoint, *, what: str) -> Iterator[Checkpoint]:
+    """Yield `checkpoint` with a progress bar on standard error; unchanged if standard error is not a terminal.
 
-        return GGUFCheckpoint(source.path)
-    if isinstance(source, TorchDistSource):
-        from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
+    what: the label of the bar, such as "loading".
+    """
+    if not sys.stderr.isatty():
+        yield checkpoint
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-        return TorchDistCheckpoint(source.directory)
-    from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    total = sum(prod(kind.shape) for kind in checkpoint.kinds.values())
+    with Progress(*columns, console=Console(file=sys.stderr), transient=True) as bar:
+        task = bar.add_task(what, total=total)
+        yield _Counted(checkpoint, lambda values: bar.advance(task, values))
 
-    return SafetensorsCheckpoint(source.directory)
+
+@dataclass(frozen=True, slots=True)
+class _Counted:
+    """Implements Checkpoint; calls `count` with the number of values of each read."""
+
+    checkpoint: Checkpoint
+    count: Callable[[int], None]
+
+    @property
+    def config(self) -> ModelConfig:
+        return self.checkpoint.config
+
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        return self.checkpoint.kinds
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        tensor = self.checkpoint.read(name, part)
+        self.count(tensor.numel())
+        return tensor
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        found = self.checkpoint.blocks(name, part, wanted=wanted)
+        if found is not None:
+            self.count(prod(found.shape))
+        return found

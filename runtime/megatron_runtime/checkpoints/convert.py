@@ -1,27 +1,32 @@
-"""One checkpoint format into another, with what belongs to a model beside its weights."""
+"""Convert one checkpoint format into another, with the configuration and the tokenizer that belong to the weights."""
 
 from __future__ import annotations
 
+import fcntl
 import json
-from collections.abc import Callable, Container, Mapping
+import os
+import shutil
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, Part, TensorKind, open_checkpoint
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES
-from megatron_runtime.checkpoints.safetensors_writer import num_bytes, write_safetensors
+from megatron_runtime.checkpoints.safetensors import num_bytes, write_safetensors
 from megatron_runtime.checkpoints.source import GGUFSource, ModelSource, find_beside, resolve
-from megatron_runtime.checkpoints.staging import new_directory
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 from megatron_runtime.models.weights import require_fitting
-from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
-from megatron_runtime.tokenization.hf_tokenizer import write_tokenizer
 
 Format = Literal["safetensors", "torch_dist"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+GGUFTokenizerWriter = Callable[[Path, Path], Sequence[int]]
+"""Writes the tokenizer of a .gguf file to a directory, as transformers reads it; returns its end-of-answer tokens."""
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_FILES = (
@@ -36,25 +41,31 @@ TOKENIZER_FILES = (
 )
 
 
+class DestinationError(ValueError):
+    """The destination cannot be written. The message names the directory and the remedy."""
+
+
 def convert(
     source: ModelSource | str,
     directory: Path,
     *,
-    to: Format,
+    to: Format = "safetensors",
     dtype: torch.dtype | None = None,
     replace: bool = False,
+    write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the model at `source` to `directory`: weights, configuration, tokenizer.
+    """Write the model at `source` to `directory`: weights, configuration, tokenizer. One tensor is in memory at a time.
 
-    source:    a model reference, or what `resolve` made of one.
-    directory: is made; it is there whole or not at all.
-    to:        "safetensors", as transformers reads it, or "torch_dist", as Megatron-LM does.
-    dtype:     of the weights; None keeps their types (float32 where they are quantised).
-    replace:   a directory of that name may be there, and goes.
-    progress:  is told the bytes written so far, and of all.
+    source:    a model reference, or the result of `resolve`.
+    directory: created; it appears complete or not at all.
+    to:        "safetensors" for transformers, "torch_dist" for Megatron-LM.
+    dtype:     of the weights; None keeps their types (float32 for quantized tensors).
+    replace:   replace a directory of that name.
+    write_gguf_tokenizer: converts the tokenizer of a GGUF file; None leaves it out.
+    progress:  called with the bytes written so far and in total.
 
-    One tensor is in memory at a time. Raises DestinationError, UnsupportedModelError and the errors of the format.
+    Raises DestinationError, UnsupportedModelError and the errors of the format.
     """
     found = resolve(source) if isinstance(source, str) else source
     checkpoint = _OfType(open_checkpoint(found), dtype)
@@ -69,21 +80,21 @@ def convert(
 
     with new_directory(directory, replace=replace) as partial:
         if to == "torch_dist":
-            from megatron_runtime.checkpoints.torch_dist.export import write_torch_dist
+            # torch.distributed.checkpoint takes half a second to import.
+            from megatron_runtime.checkpoints.torch_dist.writer import write_torch_dist
 
             write_torch_dist(checkpoint, partial, written=written)
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
         _write_configuration(checkpoint, found, partial)
-        write_text_files(checkpoint.config, found, partial)
+        write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
 class _OfType:
-    """A checkpoint whose tensors are of one type."""
+    """Implements Checkpoint over another; its tensors are dense and, if a type is given, of that type."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
-        self._dtype = dtype
         self.config = checkpoint.config
         self.kinds: Mapping[str, TensorKind] = {
             name: TensorKind(kind.shape, dtype or kind.dtype) for name, kind in checkpoint.kinds.items()
@@ -97,30 +108,91 @@ class _OfType:
 
 
 def _write_configuration(checkpoint: _OfType, source: ModelSource, directory: Path) -> None:
-    types = {str(kind.dtype).removeprefix("torch.") for name, kind in checkpoint.kinds.items() if len(kind.shape) > 1}
-    values = {**config_to_hf(checkpoint.config), "dtype": min(types)}
+    types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
     own = find_beside(source, CONFIG_FILE)
-    if own is not None:
-        # It may say more than is known here, such as whom the model is from.
-        values = {**own.read_json(), "dtype": min(types)}
-        values.pop("torch_dtype", None)
-    _write_json(directory / CONFIG_FILE, values)
+    # The model's own file may have fields that this runtime does not know.
+    values = config_to_hf(checkpoint.config) if own is None else own.read_json()
+    values.pop("torch_dtype", None)
+    _write_json(directory / CONFIG_FILE, {**values, "dtype": min(types)})
 
 
-def write_text_files(config: ModelConfig, source: ModelSource, directory: Path) -> None:
-    """Tokenizer, chat template, and which tokens end an answer: a GGUF file knows more of them than its config."""
+def write_text_files(
+    config: ModelConfig,
+    source: ModelSource,
+    directory: Path,
+    *,
+    write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
+) -> None:
+    """Write tokenizer, chat template and end-of-answer tokens; the tokenizer of a GGUF file may know more of these."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:
             (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
-    if isinstance(source, GGUFSource):
-        tokenizer = tokenizer_from_gguf(source.path)
-        write_tokenizer(tokenizer, directory)
-        ends = tuple(dict.fromkeys((*ends, *tokenizer.eos_ids)))
+    if isinstance(source, GGUFSource) and write_gguf_tokenizer is not None:
+        ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.path, directory))))
     if ends and not (directory / GENERATION_FILE).exists():
         _write_json(directory / GENERATION_FILE, {"eos_token_id": list(ends), "bos_token_id": config.bos_token_id})
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(values, indent=2) + "\n")
+
+
+@contextmanager
+def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
+    """Yield an empty directory beside `directory`. It takes that name when the block ends, and is removed on failure.
+
+    replace: a directory of that name may exist and is removed at the end; otherwise it must be absent or empty.
+
+    The leftovers of a killed process are removed by the next one. Raises DestinationError.
+    """
+    directory = directory.absolute()
+    if directory.exists() and not directory.is_dir():
+        raise DestinationError(f"{directory} is no directory: name a new one")
+    if not replace and directory.is_dir() and any(directory.iterdir()):
+        raise DestinationError(f"{directory} is not empty: name a new directory, or let it be replaced")
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    partial = directory.with_name(f".{directory.name}.partial")
+    lock = _lock(partial)
+    try:
+        for entry in partial.iterdir():
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+        yield partial
+        for root, _, files in os.walk(partial):
+            for path in (*(Path(root, name) for name in files), Path(root)):
+                _sync(path)
+        if directory.is_dir():
+            shutil.rmtree(directory)
+        partial.rename(directory)
+        _sync(directory.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    finally:
+        os.close(lock)
+
+
+def _lock(partial: Path) -> int:
+    """Lock the directory itself, so that only one process writes to it; the kernel unlocks it if this process dies."""
+    partial.mkdir(exist_ok=True)
+    held = os.open(partial, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.fstat(held).st_ino != partial.stat().st_ino:
+            raise BlockingIOError(f"{partial} was just replaced")
+    except OSError as error:
+        os.close(held)
+        raise DestinationError(f"another process is writing {partial}: wait for it or choose another name") from error
+    return held
+
+
+def _sync(path: Path) -> None:
+    opened = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(opened)
+    finally:
+        os.close(opened)

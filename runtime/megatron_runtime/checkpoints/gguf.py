@@ -1,7 +1,7 @@
-"""Weights from a GGUF file, quantised as they are or dequantised.
+"""Read weights from a GGUF file, quantized as they are stored or dequantized.
 
-llama.cpp stores some things otherwise than transformers, and they are given as transformers has them: the rows of q and
-k of some families lie in rotary pairs, the experts of a layer are one tensor, and norms have their offset added.
+Tensors are returned as transformers has them. llama.cpp stores some differently: the rows of q and k of some families
+are in the order of rotary pairs, the experts of a layer are one tensor, and weights of norms include their offset.
 """
 
 from __future__ import annotations
@@ -23,15 +23,14 @@ from megatron_kernels.quantized import (
     QuantizedTensor,
     dequantize,
 )
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, GGUFTensorInfo, read_gguf_index
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import GGUF_ARCHITECTURES, config_from_gguf, family_of_gguf
-from megatron_runtime.models.families.base import Family, Fields
-from megatron_runtime.models.families.rope import scaling_of_factors
+from megatron_runtime.models.families.base import Family, Fields, scaling_of_factors
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 _FACTORS = "rope_freqs.weight"
 _GLOBAL_NAMES = {"token_embd.weight": "embedding", "output_norm.weight": "norm", "output.weight": "head"}
@@ -86,9 +85,10 @@ _METADATA_KEYS = (
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """Where one tensor of transformers lies.
+    """The place of one tensor in the file.
 
-    paired_heads: heads whose rows lie in rotary pairs. less: to be taken from its values.
+    paired_heads: number of heads, if the rows of each are in the order of rotary pairs; else None.
+    less:         to be subtracted from the values.
     """
 
     kind: int
@@ -108,7 +108,7 @@ class _Entry:
 
 
 class GGUFCheckpoint:
-    """A model in a .gguf file. Making one reads the headers."""
+    """Implements Checkpoint for a .gguf file. The constructor reads the header."""
 
     def __init__(self, path: Path) -> None:
         file = ModelFile(path)
@@ -132,7 +132,7 @@ class GGUFCheckpoint:
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """Float32 values; F16 and BF16 tensors keep their type."""
+        """Return float32 values; F16 and BF16 tensors keep their type."""
         entry = self._entries[name]
         if len(entry.shape) == 1:
             values = dequantize(entry.kind, self._file.piece(entry.offset, entry.num_bytes), entry.shape)
@@ -155,7 +155,7 @@ class GGUFCheckpoint:
         return whole.columns(part[1]) if len(part) > 1 else whole
 
     def _with_factors(self, config: ModelConfig, info: GGUFTensorInfo | None) -> ModelConfig:
-        """With the rope scaling that the file holds as a tensor, where it does."""
+        """Return `config` with the rope scaling that the file has as tensor `info`, if any."""
         if info is None:
             return config
         if info.shape != (config.head_dim // 2,) or info.kind not in PLAIN_DTYPES:
@@ -171,7 +171,7 @@ class GGUFCheckpoint:
         return replace(config, rope_scaling=scaling)
 
     def _rows(self, entry: _Entry, part: Part) -> torch.Tensor:
-        """Blocks of some rows, uint8 [rows, bytes of one]; in the order of transformers."""
+        """Return the blocks of some rows, uint8 [rows, bytes per row], in the order of transformers."""
         start, stop, _ = (part or (slice(None),))[0].indices(entry.shape[0])
         if entry.paired_heads is None:
             piece = self._file.piece(entry.offset + start * entry.row_bytes, (stop - start) * entry.row_bytes)
@@ -183,7 +183,7 @@ class GGUFCheckpoint:
 
 @lru_cache(maxsize=8)
 def _index(path: Path, version: tuple[int, ...]) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
-    """Headers are gone through once for each version of a file: a vocabulary in them takes a tenth of a second."""
+    """Read the header once per version of a file: a large vocabulary in it takes up to a tenth of a second."""
     return read_gguf_index(path, keys=_METADATA_KEYS)
 
 
@@ -261,7 +261,7 @@ def _own_name(name: str) -> str | None:
 
 
 def _require_whole(path: Path, index: tuple[GGUFTensorInfo, ...], size: int) -> None:
-    """Every tensor is of a known type, in whole blocks, in the file of `size` bytes, and there once."""
+    """Raise an error unless every tensor is unique, of a known type, in whole blocks and inside the file."""
     names: set[str] = set()
     for info in index:
         if info.name in names:

@@ -1,7 +1,7 @@
-"""The key-value section of a GGUF file and, when asked for, the index of its tensors; never the tensors themselves.
+"""Read the header of a GGUF file: its metadata and the index of its tensors. Imports no torch.
 
-A server needs the vocabulary and the chat template, not the tensors; reading them this way takes milliseconds where a
-reader that makes a NumPy view per array element takes seconds. Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+The reader of the `gguf` package is not used: it takes 2 to 10 s and 160 to 710 MiB for the metadata of a model, and it
+has no limits (docs/decisions/030). Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from megatron_runtime.checkpoints.model_files import ModelFile
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 MAGIC = b"GGUF"
 SUPPORTED_VERSIONS = (2, 3)
@@ -29,52 +29,51 @@ _MAX_PAIRS, _MAX_TENSORS, _MAX_AXES, _MAX_ELEMENTS = 1 << 16, 1 << 18, 4, 1 << 2
 
 
 class GGUFFormatError(ValueError):
-    """The file is not a readable GGUF file. The message names the file and what is wrong."""
-
-
-def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> dict[str, Any]:
-    """Return the metadata of the file at `path`; only `keys` when given (others are skipped over, not decoded).
-
-    Raises GGUFFormatError when the file is not GGUF, is cut short or is of an unknown version.
-    """
-    with ModelFile(path).open() as file:
-        view = _map(file, path)
-        try:
-            return _Reader(view, path).metadata(keys)
-        finally:
-            view.close()
+    """The file is not a readable GGUF file. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFTensorInfo:
-    """Where one tensor lies. `shape` is row-major (the file's order reversed), `kind` the GGML type number."""
+    """One tensor of the index.
+
+    shape:  row-major, as in torch; the file has the opposite order.
+    kind:   GGML type number.
+    offset: in bytes, from the start of the file.
+    """
 
     name: str
     shape: tuple[int, ...]
     kind: int
     offset: int
-    """From the start of the file, in bytes."""
+
+
+def read_gguf_metadata(path: Path, *, keys: Collection[str] | None = None) -> dict[str, Any]:
+    """Return the metadata of the file at `path`, or only `keys`; values of other keys are skipped.
+
+    Raises GGUFFormatError if the file is not GGUF, truncated, of an unknown version, or beyond a limit.
+    """
+    return _read(path, keys, index=False)[0]
 
 
 def read_gguf_index(
     path: Path, *, keys: Collection[str] | None = None
 ) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
-    """Return metadata (as read_gguf_metadata) and the tensors of the file at `path`. Raises GGUFFormatError."""
+    """Return the metadata, as read_gguf_metadata does, and the index of the tensors. Raises GGUFFormatError."""
+    return _read(path, None if keys is None else {*keys, _ALIGNMENT_KEY}, index=True)
+
+
+def _read(
+    path: Path, keys: Collection[str] | None, *, index: bool
+) -> tuple[dict[str, Any], tuple[GGUFTensorInfo, ...]]:
     with ModelFile(path).open() as file:
-        view = _map(file, path)
         try:
+            view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except ValueError as error:
+            raise GGUFFormatError(f"{path} is empty: expected a GGUF file") from error
+        with view:
             reader = _Reader(view, path)
-            metadata = reader.metadata(None if keys is None else {*keys, _ALIGNMENT_KEY})
-            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT))
-        finally:
-            view.close()
-
-
-def _map(file: BinaryIO, path: Path) -> mmap.mmap:
-    try:
-        return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except ValueError as error:
-        raise GGUFFormatError(f"{path} is empty: expected a GGUF file") from error
+            metadata = reader.metadata(keys)
+            return metadata, reader.tensors(metadata.get(_ALIGNMENT_KEY, _DEFAULT_ALIGNMENT)) if index else ()
 
 
 class _Reader:
@@ -101,13 +100,14 @@ class _Reader:
         found: dict[str, Any] = {}
         for _ in range(pairs):
             key = self._string()
-            value = self._value(self._scalar("I"), wanted=keys is None or key in keys, depth=0)
-            if keys is None or key in keys:
+            is_wanted = keys is None or key in keys
+            value = self._value(self._scalar("I"), wanted=is_wanted, depth=0)
+            if is_wanted:
                 found[key] = value
         return found
 
     def tensors(self, alignment: object) -> tuple[GGUFTensorInfo, ...]:
-        """The tensor index, which follows the metadata."""
+        """Read the index of the tensors, which follows the metadata."""
         if not isinstance(alignment, int) or isinstance(alignment, bool) or not 1 <= alignment <= _MAX_ALIGNMENT:
             raise GGUFFormatError(
                 f"{self._path} has {_ALIGNMENT_KEY} {shown(alignment)}: want a whole number from 1 to {_MAX_ALIGNMENT}"
@@ -131,55 +131,47 @@ class _Reader:
         if kind == _STRING:
             return self._string()
         if kind == _ARRAY and depth < _MAX_ARRAY_DEPTH:
-            item_kind, count = self._scalar("I"), self._scalar("Q")
-            if count > len(self._view) - self._at:  # an element has a byte or more
-                raise self._cut_short(count, self._at)
-            self._elements_left -= count
-            if self._elements_left < 0:
-                raise GGUFFormatError(
-                    f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: that is no "
-                    "metadata of a model"
-                )
-            return self._array(item_kind, count, wanted=wanted, depth=depth + 1)
+            return self._array(self._scalar("I"), self._scalar("Q"), wanted=wanted, depth=depth + 1)
         raise GGUFFormatError(f"{self._path} holds a value of unknown type {kind} at byte {self._at}")
 
     def _array(self, kind: int, count: int, *, wanted: bool, depth: int) -> list[Any]:
-        if kind in _SCALARS:
-            start = self._advance(count * struct.calcsize(f"<{_SCALARS[kind]}"))
-            return list(struct.unpack_from(f"<{count}{_SCALARS[kind]}", self._view, start)) if wanted else []
+        if count > len(self._view) - self._at:  # an element has at least one byte
+            raise self._cut_short(count, self._at)
+        self._elements_left -= count
+        if self._elements_left < 0:
+            raise GGUFFormatError(
+                f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: that is no "
+                "metadata of a model"
+            )
         if kind == _STRING:
             return self._strings(count, wanted=wanted)
+        if kind in _SCALARS:
+            layout = struct.Struct(f"<{count}{_SCALARS[kind]}")
+            start = self._advance(layout.size)
+            return list(layout.unpack_from(self._view, start)) if wanted else []
         return [self._value(kind, wanted=wanted, depth=depth) for _ in range(count)]
 
     def _strings(self, count: int, *, wanted: bool) -> list[str]:
-        """A vocabulary has hundreds of thousands: no call for each of them but those of the standard library."""
-        view, size_at, end = self._view, _SIZE.unpack_from, len(self._view)
-        if not wanted:
-            self._skip_strings(count)
-            return []
-        found, at = [], self._at
-        for _ in range(count):
-            if at + _SIZE.size > end:
-                raise self._cut_short(_SIZE.size, at)
-            start = at + _SIZE.size
-            (size,) = size_at(view, at)
-            at = start + size
-            if at > end:
-                raise self._cut_short(size, start)
-            found.append(view[start:at])
+        """Read a vocabulary: hundreds of thousands of strings, hence no call of our own for each of them."""
+        view, size_at, header, at, end = self._view, _SIZE.unpack_from, _SIZE.size, self._at, len(self._view)
+        found = []
+        try:
+            if wanted:
+                for _ in range(count):
+                    start = at + header
+                    at = start + size_at(view, at)[0]
+                    if at > end:  # before the slice: it would copy the rest of the file
+                        break
+                    found.append(view[start:at])
+            else:
+                for _ in range(count):
+                    at += header + size_at(view, at)[0]
+        except (struct.error, OverflowError):
+            raise self._cut_short(header, min(at, end)) from None
+        if at > end:
+            raise self._cut_short(at - end, end)
         self._at = at
         return [text.decode("utf-8", errors="replace") for text in found]
-
-    def _skip_strings(self, count: int) -> None:
-        size_at, view, at, size = _SIZE.unpack_from, self._view, self._at, _SIZE.size
-        try:
-            for _ in range(count):
-                at += size + size_at(view, at)[0]
-        except (struct.error, OverflowError):
-            raise self._cut_short(size, min(at, len(view))) from None
-        if at > len(view):
-            raise self._cut_short(at - len(view), len(view))
-        self._at = at
 
     def _scalar(self, code: str) -> Any:
         layout = f"<{code}"

@@ -1,4 +1,4 @@
-"""Models that a program holds already, as checkpoints to load from: one of transformers, or one of ours."""
+"""Models that the program has in memory as checkpoints: of transformers, or a DecoderModel."""
 
 from __future__ import annotations
 
@@ -7,18 +7,17 @@ from typing import Any
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.source import ModelInMemory
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.decoder import DecoderModel, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES, config_from_hf
+from megatron_runtime.models.tensors import Part, TensorKind
 
 
 def model_in_memory(model: Any) -> ModelInMemory:
-    """`model` as a source of weights. The engine copies them; they must not change while it loads.
+    """Return `model` as a source of weights. The engine copies them; they must not change while it loads.
 
-    model: a causal language model of transformers in eval mode, a DecoderModel that holds all of itself, or anything
-           with a ModelConfig as `config` and `kinds`, `read` and `blocks` as a Checkpoint has them.
+    model: a causal language model of transformers in eval mode, a complete DecoderModel, or a Checkpoint.
 
     Raises UnsupportedModelError for anything else.
     """
@@ -62,7 +61,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
         ends=() if ends is None else tuple(ends) if isinstance(ends, list) else (ends,),
         where="the model's configuration",
     )
-    # As save_pretrained() writes it: a head that is tied to the embedding is not a tensor of its own.
+    # As save_pretrained() does: a head that is tied to the embedding is not a separate tensor.
     left_out = ("lm_head.weight",) if config.tie_embeddings else ()
     held: dict[str, torch.Tensor] = {}
     for name, tensor in model.state_dict().items():
@@ -72,7 +71,7 @@ def _of_transformers(model: torch.nn.Module) -> TensorsInMemory:
 
 
 def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[str, torch.Tensor]:
-    """What transformers saves for a tensor that it holds: experts are fused in memory and one by one in files."""
+    """Return the tensors that transformers saves for one: experts are fused in memory and separate in files."""
     layer, _, what = name.partition(".mlp.")
     if config.moe is None or what not in ("gate.weight", "experts.gate_up_proj", "experts.down_proj"):
         return {name: tensor}
@@ -81,16 +80,15 @@ def _one_by_one(name: str, tensor: torch.Tensor, config: ModelConfig) -> dict[st
         return {family.hf_name(f"{at}router"): tensor}
     if what == "experts.down_proj":
         return {family.hf_name(f"{at}experts.{expert}.down"): one for expert, one in enumerate(tensor)}
-    halves: dict[str, torch.Tensor] = {}
-    for expert, fused in enumerate(tensor):
-        gate, up = fused.chunk(2)
-        halves[family.hf_name(f"{at}experts.{expert}.gate")] = gate
-        halves[family.hf_name(f"{at}experts.{expert}.up")] = up
-    return halves
+    return {
+        family.hf_name(f"{at}experts.{expert}.{half}"): one
+        for expert, fused in enumerate(tensor)
+        for half, one in zip(("gate", "up"), fused.chunk(2), strict=True)
+    }
 
 
 def _own_tensors(model: DecoderModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Our fused weights, taken apart again."""
+    """Yield the tensors of the fused weights by their names in transformers."""
     config, weights = model.config, model.weights
     if weights.embedding is None or weights.norm_D is None or weights.head_WD is None:
         raise UnsupportedModelError("the DecoderModel holds a part of its model only: give one that holds all")

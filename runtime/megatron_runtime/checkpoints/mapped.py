@@ -1,4 +1,4 @@
-"""A file of tensors, mapped into memory; of what was read only the last pieces stay resident."""
+"""A file of tensors that is mapped into memory, with a limit of resident pages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RESIDENT_BYTES = 16 << 20
 
 
 class MappedFile:
-    """Mapped when first read. Pieces are views of the mapping, which lives as long as any of them. For any thread."""
+    """Maps a file at the first read. Pieces are views of the mapping, which lives as long as they do. Thread-safe."""
 
     def __init__(self, file: ModelFile) -> None:
         self.file = file
@@ -22,15 +22,15 @@ class MappedFile:
         self._lock = Lock()
 
     def piece(self, offset: int, size: int) -> torch.Tensor:
-        """uint8 [size] from `offset` on. It must not be written to."""
+        """Return uint8 [size] from `offset` on. Callers must not write to it."""
         with self._lock:
             if self._view is None:
                 with self.file.open() as file:
-                    # Copy on write only because torch takes no buffer that cannot be written.
+                    # Copy on write only because torch accepts no read-only buffer.
                     self._view = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
             self._resident += size
             if self._resident > RESIDENT_BYTES and hasattr(self._view, "madvise"):
-                # Out of this process, not out of the system's cache: a view that is still used gets its pages again.
+                # Drops the pages of this process, not those of the page cache: a view in use maps them again.
                 self._view.madvise(mmap.MADV_DONTNEED)
                 self._resident = size
             view = self._view

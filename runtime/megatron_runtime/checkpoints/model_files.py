@@ -1,14 +1,14 @@
-"""Files of a model, opened only inside the directory of the model. No torch.
+"""Open the files of a model, only inside the directory of the model. Imports no torch.
 
-A model directory may come from a stranger. A link in it can name any file that this process may read, such as a
-private key or /proc/self/environ, and the content of some files reaches clients. So every reader of model files opens
-them here:
+A model directory may come from an untrusted source. A link in it can name any file that this process may read, such as
+a private key or /proc/self/environ, and the content of some files reaches clients. Every reader of model files
+therefore opens them here:
 
 - A link is followed only to a regular file in the same directory, at any depth. That includes the layout of a
   Kubernetes volume (`file -> ..data/file`, `..data -> ..2026_11_23/`).
 - A directory `snapshots/COMMIT` of a hub cache may also link to the files of the `blobs` directory beside `snapshots`.
-- The directory itself may be a link, or be below one: it is resolved once. What the caller names is trusted.
-- FIFOs, devices and sockets are refused, and files that are read whole have a size limit.
+- The directory itself may be a link, or be below one: it is resolved once. A path named by the caller is trusted.
+- FIFOs, devices and sockets are rejected, and files that are read whole have a size limit.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
 MAX_METADATA_BYTES = 16 << 20
-"""Of config.json and the other small files."""
+"""Limit of config.json and the other small files."""
 MAX_INDEX_BYTES = 64 << 20
-"""Of model.safetensors.index.json, of the header of a .safetensors file, and of the index of a Megatron checkpoint."""
+"""Limit of model.safetensors.index.json, the header of a .safetensors file, and the index of a Megatron checkpoint."""
 MAX_TOKENIZER_BYTES = 256 << 20
-"""Of tokenizer.json and the other files of a vocabulary."""
+"""Limit of tokenizer.json and the other files of a vocabulary."""
 MAX_ELEMENTS, MAX_INDEX_ELEMENTS = 1 << 18, 1 << 21
-"""Of the JSON document in such a file: each takes up to a hundred bytes of memory once it is parsed."""
+"""Limits of the JSON document in such a file: an element takes up to a hundred bytes of memory when parsed."""
 MAX_NAME_BYTES, MAX_PART_BYTES = 1024, 255
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
@@ -39,11 +39,11 @@ _OPENED = Path("/proc/self/fd")
 
 
 class ModelFileError(ValueError):
-    """A file of a model must not be read, or is not what it should be. The message names it and the remedy."""
+    """A file of a model must not be read, or is invalid. The message names it and the remedy."""
 
 
 class UnsafeNameError(ValueError):
-    """A file name that leads out of its directory, or that not every file system can hold. The message says why."""
+    """A file name leads out of its directory, or is not portable. The message names the reason."""
 
 
 def require_safe_name(name: object) -> str:
@@ -65,7 +65,7 @@ def require_safe_name(name: object) -> str:
 
 
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
-    """Return the JSON object in `data`, which has at most so many elements. Raises ModelFileError naming `where`."""
+    """Return the JSON object in `data`. elements: limit of their number. Raises ModelFileError naming `where`."""
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
         raise ModelFileError(f"{where} has more than {elements} JSON elements: it is no file of a model")
     try:
@@ -81,8 +81,8 @@ def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict
 class ModelFile:
     """One file of a model.
 
-    path: as it is named.
-    root: the resolved directory that it must be in; None for a file that the caller named by itself.
+    path: as the caller names it.
+    root: the resolved directory that must contain the file; None for a single file that the caller names.
     """
 
     path: Path
@@ -103,13 +103,13 @@ class ModelFile:
         return os.fdopen(opened, "rb")
 
     def status(self) -> os.stat_result:
-        """Raises ModelFileError, OSError."""
+        """Return the status of the file. Raises ModelFileError, OSError."""
         found = os.stat(self._target())
         self._require_regular(found)
         return found
 
     def read_bytes(self, limit: int = MAX_METADATA_BYTES) -> bytes:
-        """The whole file. limit: in bytes. Raises ModelFileError, OSError."""
+        """Return the content of the file. limit: in bytes. Raises ModelFileError, OSError."""
         with self.open() as file:
             data = file.read(limit + 1)
         if len(data) > limit:
@@ -118,22 +118,22 @@ class ModelFile:
         return data
 
     def read_text(self, limit: int = MAX_METADATA_BYTES) -> str:
-        """The whole file, which is UTF-8. Raises ModelFileError, OSError."""
+        """Return the content of the file, which is UTF-8. Raises ModelFileError, OSError."""
         try:
             return self.read_bytes(limit).decode()
         except UnicodeDecodeError as error:
             raise ModelFileError(f"{self.path} is not UTF-8: {error}") from error
 
     def read_json(self) -> dict[str, Any]:
-        """The JSON object in the file. Raises ModelFileError, OSError."""
+        """Return the JSON object in the file. Raises ModelFileError, OSError."""
         return parse_json(self.read_bytes(), where=str(self.path))
 
     def read_index(self) -> dict[str, Any]:
-        """The JSON object in a file that lists every tensor of a model. Raises ModelFileError, OSError."""
+        """Return the JSON object in a file that lists every tensor of a model. Raises ModelFileError, OSError."""
         return parse_json(self.read_bytes(MAX_INDEX_BYTES), where=str(self.path), elements=MAX_INDEX_ELEMENTS)
 
     def _target(self) -> str:
-        """Where the file really is, inside of the root."""
+        """Return the path of the file after links, which is inside the root."""
         if self.root is None:
             return str(self.path)
         target = os.path.realpath(self.path)
@@ -144,12 +144,10 @@ class ModelFile:
         assert self.root is not None
         if _is_inside(Path(target), self.root):
             return
-        link = (
-            f"{self.path} is a link to {shown(target)}" if self.path.is_symlink() else f"{self.path} is {shown(target)}"
-        )
+        link = "a link to " if self.path.is_symlink() else ""
         raise ModelFileError(
-            f"{link}, outside of the model directory {self.root}: nothing is read from there; put the file itself into "
-            "the directory"
+            f"{self.path} is {link}{shown(target)}, outside of the model directory {self.root}: nothing is read from "
+            "there; put the file itself into the directory"
         )
 
     def _require_regular(self, found: os.stat_result) -> None:
@@ -158,14 +156,14 @@ class ModelFile:
 
 
 class ModelDirectory:
-    """The directory of a model, and what may be read from it."""
+    """The directory of a model, and the files that may be read from it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._root = Path(os.path.realpath(path))
 
     def file(self, name: str) -> ModelFile | None:
-        """The file `name`, or None if there is none.
+        """Return the file `name`, or None if it does not exist or is a directory.
 
         Raises ModelFileError if the name or a link leads out of the directory, or if it is neither file nor directory.
         """
@@ -184,13 +182,13 @@ class ModelDirectory:
         return found
 
     def directory(self, name: str) -> ModelDirectory:
-        """The directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
+        """Return the directory `name` below this one. Raises ModelFileError if a link leads elsewhere."""
         below = ModelFile(self.path / require_safe_name(name), self._root)
         below._target()
         return ModelDirectory(below.path)
 
     def files(self, suffix: str) -> list[ModelFile]:
-        """Those that end in `suffix`, by name. Raises ModelFileError as file() does."""
+        """Return the files whose names end in `suffix`, by name. Raises ModelFileError as file() does."""
         named = sorted(entry for entry in os.listdir(self.path) if entry.endswith(suffix))
         return [found for name in named if (found := self.file(name)) is not None]
 
@@ -198,6 +196,6 @@ class ModelDirectory:
 def _is_inside(target: Path, root: Path) -> bool:
     if target.is_relative_to(root):
         return True
-    # A hub cache keeps contents apart: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
+    # A hub cache has the contents in another directory: models--ORG--NAME/snapshots/COMMIT/file -> ../../blobs/ID.
     is_snapshot = root.parent.name == "snapshots" and _COMMIT.fullmatch(root.name) is not None
     return is_snapshot and target.parent == root.parent.parent / "blobs" and _COMMIT.fullmatch(target.name) is not None

@@ -1,13 +1,16 @@
-"""Weights from a directory as transformers writes it: config.json and *.safetensors.
+"""Read and write model directories as transformers does: config.json and *.safetensors.
 
 A file is the size of its header (8 bytes, little-endian), the header in JSON, and the tensors one after the other:
-https://github.com/huggingface/safetensors#format. Read here by hand, so that parts are taken straight from the mapping.
+https://github.com/huggingface/safetensors#format. The `safetensors` package is not used: it does not read parts of a
+tensor straight from a mapping, and it writes only files whose tensors are all in memory.
 """
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Container
+import struct
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,7 +18,6 @@ from typing import Any, TypeGuard
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import (
     MAX_INDEX_BYTES,
@@ -25,20 +27,27 @@ from megatron_runtime.checkpoints.model_files import (
     ModelFileError,
     parse_json,
 )
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 INDEX_FILE = "model.safetensors.index.json"
 _IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_WRITTEN = {dtype: name for name, dtype in _DTYPES.items()} | {
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+}
+_FILE_BYTES = 4 << 30
+_ALIGNMENT = 8
 _SIZE_BYTES = 8
 _MAX_AXES = 8
 _MAX_END_TOKENS = 1024
 
 
 class SafetensorsFormatError(ValueError):
-    """A file is damaged or not of this format. The message names it and what is wrong."""
+    """A file is damaged or not of this format. The message names the file and the cause."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +58,7 @@ class _Entry:
 
 
 class SafetensorsCheckpoint:
-    """A model in a directory. Making one reads config.json and the headers of all files."""
+    """Implements Checkpoint for a directory. The constructor reads config.json and the headers of all files."""
 
     def __init__(self, directory: Path) -> None:
         self.config = read_config(directory)
@@ -59,12 +68,12 @@ class SafetensorsCheckpoint:
             self._add_file(file)
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """A view of the file, of the stored type."""
+        """Return a view of the file, of the stored type."""
         kind, entry = self.kinds[name], self._entries[name]
         if not entry.size:
             return torch.empty(kind.shape, dtype=kind.dtype)[part]
         data = entry.file.piece(entry.offset, entry.size)
-        # A tensor may begin anywhere, its values need an address that is a multiple of their size.
+        # A tensor may begin at any address; its values need one that is a multiple of their size.
         data = data if data.data_ptr() % kind.dtype.itemsize == 0 else data.clone()
         return data.view(kind.dtype).view(kind.shape)[part]
 
@@ -85,7 +94,7 @@ class SafetensorsCheckpoint:
 
 
 def read_config(directory: Path) -> ModelConfig:
-    """The configuration in a directory's config.json and generation_config.json.
+    """Return the configuration in config.json and generation_config.json of a directory.
 
     Raises UnsupportedModelError, SafetensorsFormatError, ModelFileError, OSError.
     """
@@ -106,7 +115,7 @@ def _read_json(file: ModelFile, *, lists_tensors: bool = False) -> dict[str, Any
 
 
 def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int, ...]:
-    """generation_config.json knows every token that ends an answer; config.json often only one."""
+    """Return the tokens that end an answer: generation_config.json has all of them, config.json often only one."""
     file = directory.file("generation_config.json")
     generation = _read_json(file) if file is not None else {}
     found = generation.get("eos_token_id", values.get("eos_token_id"))
@@ -119,7 +128,7 @@ def _end_tokens(directory: ModelDirectory, values: dict[str, Any]) -> tuple[int,
 
 
 def _files(directory: ModelDirectory) -> list[ModelFile]:
-    """Those that the index names; all, where there is no index."""
+    """Return the files that the index names; all .safetensors files if there is no index."""
     index = directory.file(INDEX_FILE)
     if index is None:
         return directory.files(".safetensors")
@@ -138,7 +147,7 @@ def _files(directory: ModelDirectory) -> list[ModelFile]:
 
 
 def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
-    """Type, shape, first byte and the byte after the last, of each tensor."""
+    """Return type, shape, first byte and end of each tensor."""
     path = found.path
     with found.open() as file:
         size = os.fstat(file.fileno()).st_size
@@ -162,7 +171,7 @@ def _read_header(found: ModelFile) -> dict[str, tuple[torch.dtype, tuple[int, ..
 def _place(
     name: str, entry: object, *, begin: int, size: int, path: Path
 ) -> tuple[torch.dtype, tuple[int, ...], int, int]:
-    """What the header says of one tensor, compared with the size of the file. begin: where tensors begin."""
+    """Return one entry of the header, checked against the size of the file. begin: first byte of the tensors."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
     kind, extents, offsets = fields.get("dtype"), fields.get("shape"), fields.get("data_offsets")
     if not (isinstance(kind, str) and _are_sizes(extents, _MAX_AXES) and _are_sizes(offsets, 2) and len(offsets) == 2):
@@ -189,7 +198,7 @@ def _place(
 
 
 def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
-    """Whether it is a list of at most `most` whole numbers of 63 bits."""
+    """Return whether `values` is a list of at most `most` whole numbers of 63 bits."""
     return (
         isinstance(values, list)
         and len(values) <= most
@@ -199,3 +208,66 @@ def _are_sizes(values: Any, most: int) -> TypeGuard[list[int]]:
 
 def _is_token_id(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 31
+
+
+def write_safetensors(
+    kinds: Mapping[str, TensorKind],
+    directory: Path,
+    *,
+    read: Callable[[str], torch.Tensor],
+    written: Callable[[int], None],
+    file_bytes: int = _FILE_BYTES,
+) -> None:
+    """Write tensors to `directory`, one at a time: model.safetensors, or several files with an index.
+
+    kinds:      name, shape and type of each tensor, in the order of the file.
+    read:       returns the tensor of a name.
+    written:    called with the number of bytes of each tensor written.
+    file_bytes: a new file begins before a tensor that would make the file larger than this.
+    """
+    files = _split(kinds, file_bytes)
+    names = ["model.safetensors"]
+    if len(files) > 1:
+        names = [f"model-{number:05}-of-{len(files):05}.safetensors" for number in range(1, len(files) + 1)]
+    for name, own in zip(names, files, strict=True):
+        with (directory / name).open("wb") as file:
+            file.write(_header({key: kinds[key] for key in own}))
+            for key in own:
+                values = read(key).contiguous().view(-1).view(torch.uint8)
+                file.write(values.numpy().data)
+                written(values.numel())
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(map(num_bytes, kinds.values()))},
+            "weight_map": {key: name for name, own in zip(names, files, strict=True) for key in own},
+        }
+        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def num_bytes(kind: TensorKind) -> int:
+    """Return the size of a tensor's values in bytes."""
+    return prod(kind.shape) * kind.dtype.itemsize
+
+
+def _split(kinds: Mapping[str, TensorKind], limit: int) -> list[list[str]]:
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, kind in kinds.items():
+        own = num_bytes(kind)
+        if files[-1] and size + own > limit:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += own
+    return files
+
+
+def _header(kinds: Mapping[str, TensorKind]) -> bytes:
+    fields: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for name, kind in kinds.items():
+        start, at = at, at + num_bytes(kind)
+        fields[name] = {"dtype": _WRITTEN[kind.dtype], "shape": list(kind.shape), "data_offsets": [start, at]}
+    text = json.dumps(fields, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    return struct.pack("<Q", len(text)) + text

@@ -1,4 +1,4 @@
-"""From a model reference, as a user writes it, to files on this machine. No torch; no weights are read."""
+"""Resolve a model reference, as a user writes it, to files on this machine. Imports no torch and reads no weights."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
-from megatron_runtime.checkpoints.quoting import shown
+from megatron_runtime.protocol.text import shown
 
-BUILTIN_PREFIX, HUB_PREFIX = "builtin:", "hf:"
+BUILTIN_PREFIX = "builtin:"
 _KNOWN = ", ".join(BUILTIN_PREFIX + name for name in BUILTINS)
 LATEST_FILE, RELEASE = "latest_checkpointed_iteration.txt", "release"
-"""Where Megatron-LM notes which checkpoint to load, and what it calls one without a training."""
+"""The file in which Megatron-LM names the checkpoint to load, and its name for weights without a training."""
 _INDEX_FILE = ".metadata"
 _LATEST_BYTES = 64
 
@@ -55,16 +56,16 @@ class TorchDistSource:
 
     @property
     def location(self) -> Path:
-        """Where the tokenizer is."""
+        """The directory of the tokenizer."""
         above = self.directory.parent
         return above if ModelDirectory(above).file("tokenizer.json") is not None else self.directory
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelInMemory:
-    """A model that this program holds: a Checkpoint, and what to call it."""
+    """A model that the program holds: a Checkpoint, and its name in messages."""
 
-    checkpoint: Any
+    checkpoint: Any  # the protocol is declared where torch may be imported
     name: str
     format: ClassVar[str] = "memory"
 
@@ -77,17 +78,24 @@ ModelSource = GGUFSource | SafetensorsSource | TorchDistSource | ModelInMemory
 
 
 def resolve(model: str) -> ModelSource:
-    """Return where the weights of `model` are. Those of a hub are fetched, once.
+    """Return where the weights of `model` are. Weights of a hub are fetched once.
 
     model: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a .gguf file, or a directory: with config.json and safetensors,
            with one .gguf file, a Megatron-Core checkpoint, or the directory that Megatron-LM loads one from.
 
-    Raises ModelSourceError, ModelFileError.
+    Raises ModelSourceError, ModelFileError, and for a hub HubError and HubUnavailableError.
     """
     if model.startswith(BUILTIN_PREFIX):
-        return _builtin(model)
+        name = model.removeprefix(BUILTIN_PREFIX)
+        if name not in BUILTINS:
+            raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
+        try:
+            return GGUFSource(builtin_file(name))
+        except (BuiltinMissingError, OSError) as error:
+            raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(HUB_PREFIX):
-        from megatron_runtime.checkpoints.hub.cache import model_directory
+        # The HTTP client takes a tenth of a second to import.
+        from megatron_runtime.checkpoints.hub.download import model_directory
 
         return resolve(str(model_directory(model)))
     path = Path(model).expanduser()
@@ -107,20 +115,25 @@ def resolve(model: str) -> ModelSource:
     has_weights = bool(directory.files(".safetensors"))
     if has_config and has_weights:
         return SafetensorsSource(path)
-    if not has_config and not has_weights:
-        return _only_gguf(directory, model)
-    missing = "*.safetensors files" if has_config else "config.json"
-    raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
+    if has_config or has_weights:
+        missing = "*.safetensors files" if has_config else "config.json"
+        raise ModelSourceError(f"model {model!r} has no {missing} in {path}: complete the directory")
+    found = directory.files(".gguf")
+    if len(found) != 1:
+        raise ModelSourceError(
+            f"model {model!r}: {path} holds {len(found)} .gguf files and no config.json with safetensors: "
+            "name one .gguf file or complete the directory"
+        )
+    return GGUFSource(found[0].path)
 
 
 def find_beside(source: ModelSource, name: str) -> ModelFile | None:
-    """The file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
+    """Return the file `name` that belongs to a model beside its weights, if there is one. Raises ModelFileError."""
+    places: tuple[Path, ...] = ()
     if isinstance(source, SafetensorsSource):
-        places: tuple[Path, ...] = (source.directory,)
+        places = (source.directory,)
     elif isinstance(source, TorchDistSource):
         places = (source.directory, source.directory.parent)
-    else:
-        places = ()
     found = (ModelDirectory(place).file(name) for place in places)
     return next((file for file in found if file is not None), None)
 
@@ -140,23 +153,3 @@ def _torch_dist(directory: ModelDirectory, model: str) -> TorchDistSource | None
             f"save with --ckpt-format torch_dist, or name a directory with {_INDEX_FILE}"
         )
     return TorchDistSource(found.path)
-
-
-def _builtin(model: str) -> ModelSource:
-    name = model.removeprefix(BUILTIN_PREFIX)
-    if name not in BUILTINS:
-        raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
-    try:
-        return GGUFSource(builtin_file(name))
-    except (BuiltinMissingError, OSError) as error:
-        raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
-
-
-def _only_gguf(directory: ModelDirectory, model: str) -> GGUFSource:
-    found = directory.files(".gguf")
-    if len(found) != 1:
-        raise ModelSourceError(
-            f"model {model!r}: {directory.path} holds {len(found)} .gguf files and no config.json with safetensors: "
-            "name one .gguf file or complete the directory"
-        )
-    return GGUFSource(found[0].path)

@@ -1,4 +1,4 @@
-"""Weights that are looked at while they are read: every value finite, and a signature to compare files by."""
+"""Validate weights while they are read: every value must be finite, and a signature identifies them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ import torch
 
 from megatron_kernels.cpu.examination import sum_and_finiteness
 from megatron_kernels.quantized import SCALES, QuantizedTensor
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, Part, TensorKind
 from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 Kinds = Mapping[str, TensorKind]
-
 
 _WORD = 8
 
 
 class UnusableWeightsError(ValueError):
-    """The weights must not be used. The message names the tensor or value, what it is and what was wanted."""
+    """The weights must not be used. The message names the tensor or field, its value and the expected value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,33 +35,32 @@ class Signature:
 
 @dataclass(frozen=True, slots=True)
 class _Sum:
-    """The sum of the 8-byte words of pieces of a tensor, as fast as memory is, and the bytes after them.
+    """The sum of the 8-byte words of a tensor, computed at memory bandwidth, and the bytes after them.
 
-    The same for a whole and for its pieces where their sizes are multiples of eight bytes, all but the last.
+    A tensor that is read in pieces has the same sum if the size of every piece but the last is a multiple of 8 bytes.
     """
 
     words: int = 0
     rest: bytes = b""
 
     def plus(self, tensor: torch.Tensor, *, words: int | None = None) -> _Sum:
-        """words: their sum, where it is known."""
+        """Return the sum with `tensor` added. words: the sum of its words, if known."""
         data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
-        if words is not None:
-            return _Sum((self.words + words) % (1 << 64), self.rest + bytes(data[end:].tolist()))
-        # Words need an address that is a multiple of their size: a view into a file may begin anywhere.
-        aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
-        words = self.words + int(aligned.view(torch.int64).sum())
-        return _Sum(words % (1 << 64), self.rest + bytes(data[end:].tolist()))
+        if words is None:
+            # Words need an address that is a multiple of their size; a view of a file may begin at any address.
+            aligned = data[:end] if data.data_ptr() % _WORD == 0 else data[:end].clone()
+            words = int(aligned.view(torch.int64).sum())
+        return _Sum((self.words + words) % (1 << 64), self.rest + bytes(data[end:].tolist()))
 
 
 class VerifiedCheckpoint:
-    """Implements Checkpoint over another, and looks at what is read.
+    """Implements Checkpoint over another, and validates what is read.
 
     read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
-    may read tensors that are not the same.
+    may read different tensors.
 
-    is_compiled: blocks are looked at by layers/native.
+    is_compiled: blocks are validated by the compiled kernel.
 
     Raises UnusableWeightsError if the tensors are not those of `expected`, before any is read.
     """
@@ -83,7 +81,7 @@ class VerifiedCheckpoint:
         return self._checkpoint.kinds
 
     def signature(self) -> Signature:
-        """Of what was read up to now: the same parts of equal files have equal digests."""
+        """Return the signature of what was read so far: the same parts of equal files have equal digests."""
         kinds = self.kinds
         lines = (
             f"{name} {kind.shape} {kind.dtype} {self._sums.get(name, _Sum())}" for name, kind in sorted(kinds.items())
@@ -91,12 +89,12 @@ class VerifiedCheckpoint:
         return Signature(kinds, hashlib.sha256("\n".join(lines).encode()).hexdigest())
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        # What is stored in blocks is looked at as it is stored: that is a fraction of its values' bytes.
+        # Blocks are validated as they are stored: they have a fraction of the bytes of their values.
         stored = self.blocks(name, part, wanted=SCALES)
         if stored is not None:
             return stored.dequantize()
         tensor = self._checkpoint.read(name, part)
-        # A sum is finite only if all its terms are; one that overflows is looked at again, value by value.
+        # A sum is finite only if all its terms are. If the sum itself overflows, each value is checked.
         if not torch.isfinite(tensor.sum(dtype=torch.float32)) and not torch.isfinite(tensor).all():
             raise _not_finite(name)
         self._add(name, tensor)

@@ -1,12 +1,12 @@
-"""The `megatron` command. One file per subcommand; none is imported before it is asked for."""
+"""The `megatron` command. One file per subcommand, imported when the subcommand runs."""
 
 from __future__ import annotations
 
 import click
 
 import megatron_runtime
-from megatron_runtime.cli.lazy_group import LazyGroup
-from megatron_runtime.cli.process import end_with_parent
+from megatron_runtime.cli.options import LazyGroup
+from megatron_runtime.process.parent import end_with_parent
 
 
 @click.group(
@@ -23,7 +23,7 @@ from megatron_runtime.cli.process import end_with_parent
         "preflight": "See whether the pods of one engine can talk (init container).",
         "server": "Run the OpenAI server (container entry point).",
     },
-    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True},
 )
 @click.version_option(megatron_runtime.__version__, prog_name="megatron")
 def main() -> None:

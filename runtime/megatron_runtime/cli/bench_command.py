@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from megatron_runtime.cli.lazy_group import LazyGroup
+from megatron_runtime.cli.options import LazyGroup
 
 command = LazyGroup(
     name="bench",

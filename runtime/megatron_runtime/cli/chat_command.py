@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
+from megatron_runtime.cli.options import COUNT, SECONDS
 
 HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C stops an answer."
 
@@ -16,19 +17,10 @@ HELP = "/reset begins a new conversation, /exit leaves (so does Ctrl-D); Ctrl-C 
 @click.command()
 @connection_options
 @click.option("--system", help="Instructions that precede the conversation.")
-@click.option("--max-tokens", type=click.IntRange(min=1), help="Of one answer.")
-@click.option("--temperature", type=click.FloatRange(min=0), default=0.7, show_default=True, help="0 is greedy.")
+@click.option("--max-tokens", type=COUNT, help="Of one answer.")
+@click.option("--temperature", type=SECONDS, default=0.7, help="0 is greedy.")
 @click.option("--seed", type=int, help="Makes sampled answers repeatable.")
-def command(
-    *,
-    url: str,
-    model: str | None,
-    api_key: str | None,
-    system: str | None,
-    max_tokens: int | None,
-    temperature: float,
-    seed: int | None,
-) -> None:
+def command(*, url: str, model: str | None, api_key: str | None, system: str | None, **sampling: Any) -> None:
     """Talk to a model. Lines piped in are asked one after the other."""
     client = ApiClient(url, api_key=api_key)
     name = model or client.first_model()
@@ -49,15 +41,9 @@ def command(
             click.secho("A new conversation.", dim=True)
         elif line:
             messages.append({"role": "user", "content": line})
-            body = {
-                "model": name,
-                "messages": messages,
-                "temperature": temperature,
-                "max_tokens": max_tokens,
-                "seed": seed,
-            }
             try:
-                messages.append({"role": "assistant", "content": _answer(client, body)})
+                answer = _answer(client, {"model": name, "messages": messages, **sampling})
+                messages.append({"role": "assistant", "content": answer})
             except click.ClickException as error:
                 if not is_terminal:
                     raise

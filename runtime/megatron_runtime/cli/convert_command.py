@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.options import readable_errors, transfer_bar
 
 
 @click.command()
@@ -23,7 +23,6 @@ from megatron_runtime.cli.options import readable_errors
     "--dtype",
     type=click.Choice(["keep", "float32", "bfloat16", "float16"]),
     default="keep",
-    show_default=True,
     help="Of the weights; keep: float32 where they are quantised.",
 )
 @click.option("--replace", is_flag=True, help="DESTINATION may exist, and goes once the new one is whole.")
@@ -33,18 +32,10 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
 
     The directory is there whole or not at all. One tensor is in memory at a time.
     """
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
     from megatron_runtime.checkpoints.convert import DTYPES, convert
+    from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns) as bar:
+    with transfer_bar() as bar:
         task = bar.add_task(f"{source} -> {to}", total=None)
         convert(
             source,
@@ -52,6 +43,7 @@ def command(*, source: str, destination: Path, to: str, dtype: str, replace: boo
             to=to,  # type: ignore[arg-type]  # click.Choice allows only these
             dtype=DTYPES.get(dtype),
             replace=replace,
+            write_gguf_tokenizer=write_gguf_tokenizer,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
     click.echo(f"{destination} holds the model as {to}")

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     DIRECTORY,
     PORT,
     ROUTING_POLICIES,
@@ -19,27 +20,18 @@ from megatron_runtime.cli.options import (
 
 
 @click.command()
-@click.option("--listen", default="0.0.0.0", show_default=True, help="Address of every port.")
-@click.option("--client-port", type=PORT, default=5555, show_default=True, help="For servers and clients.")
-@click.option("--engine-port", type=PORT, default=5556, show_default=True, help="For engines.")
-@click.option("--admin-port", type=PORT, default=5557, show_default=True, help="For the operator.")
-@click.option("--health-port", type=OptionalPort(), default="8080", show_default=True, help="Probes and metrics.")
+@click.option("--listen", default="0.0.0.0", help="Address of every port.")
+@click.option("--client-port", type=PORT, default=5555, help="For servers and clients.")
+@click.option("--engine-port", type=PORT, default=5556, help="For engines.")
+@click.option("--admin-port", type=PORT, default=5557, help="For the operator.")
+@click.option("--health-port", type=OptionalPort(), default="8080", help="Probes and metrics.")
 @click.option("--keys-dir", type=DIRECTORY, help="server.key and every role's .pub; absent: no encryption.")
-@click.option(
-    "--routing-policy",
-    type=click.Choice(ROUTING_POLICIES),
-    default="LoadBalanced",
-    show_default=True,
-)
-@click.option("--alpha", type=click.FloatRange(0, 1), default=0.5, show_default=True, help="Weight of a cached prefix.")
-@click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold", show_default=True)
-@click.option("--max-queued", type=click.IntRange(min=1), default=10_000, show_default=True, help="Requests held.")
-@click.option(
-    "--max-wait-seconds", type=click.FloatRange(0, min_open=True), default=300, show_default=True, help="Of a request."
-)
-@click.option(
-    "--journal-memory", "journal_bytes", type=Memory(), default="1Gi", show_default=True, help="Of all open requests."
-)
+@click.option("--routing-policy", type=click.Choice(ROUTING_POLICIES), default="LoadBalanced")
+@click.option("--alpha", type=click.FloatRange(0, 1), default=0.5, help="Weight of a cached prefix.")
+@click.option("--pause-mode", type=click.Choice(["Hold", "Reject"]), default="Hold")
+@click.option("--max-queued", type=COUNT, default=10_000, help="Requests held.")
+@click.option("--max-wait-seconds", type=click.FloatRange(0, min_open=True), default=300, help="Of a request.")
+@click.option("--journal-memory", "journal_bytes", type=Memory(), default="1Gi", help="Of all open requests.")
 @log_level
 @readable_errors
 def command(*, keys_dir: Path | None, routing_policy: str, **options: Any) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.options import readable_errors, transfer_bar
 
 
 @click.command()
@@ -40,8 +40,8 @@ def command(
     An interrupted download goes on where it was when this is run again. Each file is checked by its digest.
     Exit codes: 0 all is there, 75 the hub cannot be reached for now, 1 asking again does not help.
     """
-    from megatron_runtime.checkpoints.hub.api import HubApi, HubUnavailableError, Reference, read_token
-    from megatron_runtime.checkpoints.hub.fetch import fetch, verify_directory
+    from megatron_runtime.checkpoints.hub.client import HubApi, HubUnavailableError, Reference, read_token
+    from megatron_runtime.checkpoints.hub.download import fetch, verify_directory
 
     if verify is not None:
         if repository is not None:
@@ -63,25 +63,15 @@ def command(
 
 
 class _Bar:
-    """Implements Progress on the terminal; where there is none, a line every tenth of the way."""
+    """Implements Progress as a bar on a terminal, else as a line for every tenth of the download."""
 
     def __init__(self, what: str) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-        from rich.progress import TransferSpeedColumn as SpeedColumn
 
         console = Console(stderr=True)
         self._what = what
         self._is_terminal = console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(binary_units=True),
-            SpeedColumn(),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not self._is_terminal,
-        )
+        self._bar = transfer_bar(console=console, disable=not self._is_terminal)
         self._task = self._bar.add_task(what, total=None)
         self._size = self._done = self._tenths = 0
 

@@ -11,13 +11,14 @@ from typing import Any
 import click
 
 from megatron_runtime.cli.api_client import ApiClient, connection_options, echo_text
+from megatron_runtime.cli.options import COUNT, SECONDS
 
 
 @click.command()
 @click.argument("prompt")
 @connection_options
-@click.option("--max-tokens", type=click.IntRange(min=1), default=128, show_default=True)
-@click.option("--temperature", type=click.FloatRange(min=0), default=0, show_default=True, help="0 is greedy.")
+@click.option("--max-tokens", type=COUNT, default=128)
+@click.option("--temperature", type=SECONDS, default=0, help="0 is greedy.")
 @click.option("--top-p", type=click.FloatRange(0, 1), help="Sample from the likeliest tokens of this much probability.")
 @click.option("--seed", type=int, help="Makes a sampled answer repeatable.")
 @click.option("--stop", multiple=True, help="Text that ends the answer; may be given several times.")
@@ -33,13 +34,10 @@ def command(
     url: str,
     model: str | None,
     api_key: str | None,
-    max_tokens: int,
-    temperature: float,
-    top_p: float | None,
-    seed: int | None,
     stop: tuple[str, ...],
     schema: Path | None,
     regex: str | None,
+    **sampling: Any,
 ) -> None:
     """Continue PROMPT (- reads it from standard input) and print the text as it comes."""
     text = sys.stdin.read() if prompt == "-" else prompt
@@ -47,10 +45,7 @@ def command(
     body = {
         "model": model or client.first_model(),
         "prompt": text,
-        "max_tokens": max_tokens,
-        "temperature": temperature,
-        "top_p": top_p,
-        "seed": seed,
+        **sampling,
         "stop": list(stop) or None,
         "guided_json": None if schema is None else _read_schema(schema),
         "guided_regex": regex,

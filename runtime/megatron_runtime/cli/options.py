@@ -1,4 +1,4 @@
-"""Option types and error handling that the subcommands share."""
+"""What the subcommands share: lazily imported groups, option types, logging and readable errors."""
 
 from __future__ import annotations
 
@@ -6,18 +6,54 @@ import functools
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from megatron_runtime.protocol.text import printable
 
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 _UNITS = {"": 1, "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 _QUANTITY = re.compile(r"(\d+(?:\.\d+)?)(Ki|Mi|Gi|Ti|k|M|G|T|)")
+
+
+class LazyGroup(click.Group):
+    """Subcommand NAME is the object `command` of the module `NAME_command` in `package`.
+
+    commands_by_name: the one line of help of each subcommand, in the order of the help page.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        commands_by_name: Mapping[str, str],
+        package: str = "megatron_runtime.cli",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._package = package
+        self._help_by_name = dict(commands_by_name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self._help_by_name)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in self._help_by_name:
+            return None
+        module = import_module(f"{self._package}.{cmd_name}_command")
+        command: click.Command = module.command
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(self._help_by_name.items()))
 
 
 class Memory(click.ParamType[int]):
@@ -82,42 +118,54 @@ class ApiKeysFile(click.ParamType[Path]):
 
 
 PORT = click.IntRange(0, 65535)
+COUNT = click.IntRange(min=1)
+SECONDS = click.FloatRange(min=0)
 DIRECTORY = click.Path(exists=True, file_okay=False, path_type=Path)
-
-
 ROUTING_POLICIES = ("LoadBalanced", "RoundRobin", "FirstPrefixBlock", "LongestPrefix")
 TOOL_CALL_PARSERS = ("auto", "none", "hermes", "llama3_json", "mistral", "pythonic")
 
 
-def tool_call_parser(command: _F) -> _F:
-    """Add `--tool-call-parser`."""
-    option = click.option(
-        "--tool-call-parser",
-        type=click.Choice(TOOL_CALL_PARSERS),
-        default="auto",
-        show_default=True,
-        help="How the model writes tool calls; auto: as its chat template says; none: no tools.",
-    )
-    return option(command)
-
-
+model = click.option(
+    "--model", default="builtin:smollm2-135m", help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory."
+)
+batch_invariant = click.option(
+    "--batch-invariant/--no-batch-invariant",
+    default=False,
+    help="Answers are the same to the bit whatever runs beside them; in float32, at some cost.",
+)
+tool_call_parser = click.option(
+    "--tool-call-parser",
+    type=click.Choice(TOOL_CALL_PARSERS),
+    default="auto",
+    help="How the model writes tool calls; auto: as its chat template says; none: no tools.",
+)
 share_prefix_cache = click.option(
     "--share-prefix-cache/--no-share-prefix-cache",
     default=False,
-    show_default=True,
     help="API keys share cached prefixes, and see from cached_tokens which prompts others sent.",
 )
 allow_priority = click.option(
-    "--allow-priority/--no-allow-priority",
-    default=False,
-    show_default=True,
-    help="Requests may choose a priority other than 0.",
+    "--allow-priority/--no-allow-priority", default=False, help="Requests may choose a priority other than 0."
 )
 
 
+def transfer_bar(**options: Any) -> Progress:
+    """A progress bar of bytes. options: of rich's Progress."""
+    from rich import progress
+
+    return progress.Progress(
+        progress.TextColumn("{task.description}"),
+        progress.BarColumn(),
+        progress.DownloadColumn(binary_units=True),
+        progress.TransferSpeedColumn(),
+        progress.TimeRemainingColumn(),
+        **options,
+    )
+
+
 class LogFormatter(logging.Formatter):
-    """One line a record, escaped; tracebacks are indented. Names of peers and texts of clients cannot pass for records
-    of their own or change what a terminal shows."""
+    """One escaped line per record; tracebacks are indented. Names of peers and texts of clients can neither look like
+    another record nor change what a terminal shows."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         return printable(super().formatMessage(record))
@@ -138,7 +186,6 @@ def log_level(command: _F) -> _F:
         "--log-level",
         type=click.Choice(["debug", "info", "warning", "error"]),
         default="info",
-        show_default=True,
         envvar="MEGATRON_LOG_LEVEL",
         expose_value=False,
         callback=configure,

@@ -13,11 +13,9 @@ from megatron_runtime.cli.options import log_level, readable_errors
 @click.option("--name", "template", required=True, help="Host name of a pod, {node} for its number.")
 @click.option("--node", type=click.IntRange(min=0), envvar="NODE_RANK", required=True, help="Number of this pod.")
 @click.option("--nodes", type=click.IntRange(min=2), envvar="NNODES", required=True, help="Pods of the engine.")
-@click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500, show_default=True)
-@click.option(
-    "--timeout-seconds", type=click.FloatRange(0, min_open=True), default=15.0, show_default=True, help="For each pair."
-)
-@click.option("--listen", default="0.0.0.0", show_default=True, help="Address of both ports.")
+@click.option("--port", type=click.IntRange(1, 65535), envvar="MASTER_PORT", default=29500)
+@click.option("--timeout-seconds", type=click.FloatRange(0, min_open=True), default=15.0, help="For each pair.")
+@click.option("--listen", default="0.0.0.0", help="Address of both ports.")
 @log_level
 @readable_errors
 def command(*, template: str, node: int, nodes: int, port: int, timeout_seconds: float, listen: str) -> None:

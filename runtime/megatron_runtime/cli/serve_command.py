@@ -8,23 +8,27 @@ import signal
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
 
 from megatron_runtime.cli.options import (
+    COUNT,
     PORT,
     ROUTING_POLICIES,
+    SECONDS,
     ApiKeysFile,
     Memory,
     allow_priority,
+    batch_invariant,
+    model,
     readable_errors,
     share_prefix_cache,
     tool_call_parser,
 )
-from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback
+from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
 
 _LOOPBACK = "127.0.0.1"
 _POLL_SECONDS = 0.05
@@ -32,77 +36,27 @@ _GRACE_SECONDS = 10.0
 _CONNECT_SECONDS = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """The options of `megatron serve`; None leaves a choice to the process it is for."""
-
-    model: str
-    model_name: str | None
-    host: str
-    port: int
-    engines: int
-    executor: str
-    dtype: str
-    max_sequence_length: int | None
-    max_requests: int
-    max_tokens: int
-    kv_cache_memory: int
-    batch_invariant: bool
-    prefix_caching: bool
-    routing_policy: str
-    threads: int | None
-    api_keys_file: Path | None
-    allowed_hosts: tuple[str, ...]
-    share_prefix_cache: bool
-    allow_priority: bool
-    tool_call_parser: str
-    drain_seconds: float
-    verbose: bool
-
-    @property
-    def served_hosts(self) -> tuple[str, ...]:
-        """Host headers that are accepted; empty: any. On loopback a web page must not get here under another name."""
-        return (*LOOPBACK_HOSTS, *self.allowed_hosts) if is_loopback(self.host) or self.allowed_hosts else ()
-
-    @property
-    def served_name(self) -> str:
-        return self.model_name or default_model_name(self.model)
-
-
 @click.command()
-@click.option(
-    "--model",
-    default="builtin:smollm2-135m",
-    show_default=True,
-    help="builtin:NAME, hf:ORG/NAME[@REVISION], a GGUF file or a directory.",
-)
+@model
 @click.option("--model-name", help="The name in /v1/models; by default the last part of the reference.")
-@click.option("--host", default=_LOOPBACK, show_default=True, help="Where HTTP listens.")
-@click.option("--port", type=PORT, default=8000, show_default=True, help="0 picks a free one.")
-@click.option("--engines", type=click.IntRange(1, 64), default=1, show_default=True, help="Data-parallel engines.")
-@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch", show_default=True)
-@click.option(
-    "--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto", show_default=True
-)
-@click.option("--max-sequence-length", type=click.IntRange(min=1), help="Tokens of prompt and answer together.")
-@click.option("--max-requests", type=click.IntRange(min=1), default=64, show_default=True, help="At once, per engine.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=2048, show_default=True, help="Of one step.")
-@click.option("--kv-cache-memory", type=Memory(), default="1Gi", show_default=True, help="Of each engine.")
-@click.option(
-    "--batch-invariant/--no-batch-invariant",
-    default=False,
-    show_default=True,
-    help="Answers are the same to the bit whatever runs beside them; in float32, at some cost.",
-)
-@click.option("--prefix-caching/--no-prefix-caching", default=True, show_default=True, help="Keep computed prefixes.")
+@click.option("--host", default=_LOOPBACK, help="Where HTTP listens.")
+@click.option("--port", type=PORT, default=8000, help="0 picks a free one.")
+@click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
+@click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
+@click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
+@click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
+@click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
+@click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
+@click.option("--kv-cache-memory", type=Memory(), default="1Gi", help="Of each engine.")
+@batch_invariant
+@click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
 @click.option(
     "--routing-policy",
     type=click.Choice(ROUTING_POLICIES),
     default="LoadBalanced",
-    show_default=True,
     help="How requests are spread over several engines.",
 )
-@click.option("--threads", type=click.IntRange(min=1), help="Torch threads of each engine; by default its share.")
+@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share.")
 @click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
 @click.option(
     "--allowed-host",
@@ -114,23 +68,23 @@ class ServeOptions:
 @share_prefix_cache
 @allow_priority
 @tool_call_parser
-@click.option("--drain-seconds", type=click.FloatRange(min=0), default=5, show_default=True, help="After Ctrl-C.")
+@click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 @readable_errors
 def command(**options: Any) -> None:
     """Run everything on this machine and say when it is ready."""
-    from megatron_runtime.cli.supervisor import ChildFailedError
-
+    options["model_name"] = options["model_name"] or default_model_name(options["model"])
+    if is_loopback(options["host"]) or options["allowed_hosts"]:
+        # Host headers that are accepted: on loopback, a web page must not reach the server under another name.
+        options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
+    options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
-        asyncio.run(_serve(ServeOptions(**options)))
+        asyncio.run(_serve(SimpleNamespace(**options)))
     except ChildFailedError as error:
         raise click.ClickException(str(error)) from error
 
 
-async def _serve(options: ServeOptions) -> None:
-    from megatron_runtime.cli.supervisor import Supervisor
-    from megatron_runtime.server.listener import listen
-
+async def _serve(options: SimpleNamespace) -> None:
     started = time.monotonic()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -143,7 +97,7 @@ async def _serve(options: ServeOptions) -> None:
 
     with listen(host=options.host, port=options.port) as listener:
         url = _url(listener)
-        client_port, engine_port, admin_port = _free_ports(3)
+        client_port, engine_port, admin_port = free_ports(3)
         supervisor = Supervisor(say=say)
 
         def on_signal() -> None:
@@ -153,7 +107,8 @@ async def _serve(options: ServeOptions) -> None:
 
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, on_signal)
-        say(None, f"starting a coordinator, {_engines_words(options.engines)} and a server for {options.model}")
+        engines = "1 engine" if options.engines == 1 else f"{options.engines} engines"
+        say(None, f"starting a coordinator, {engines} and a server for {options.model}")
         try:
             for child in _children(options, ports=(client_port, engine_port, admin_port), listener=listener):
                 await supervisor.start(child)
@@ -167,51 +122,52 @@ async def _serve(options: ServeOptions) -> None:
             await supervisor.stop(grace_seconds=options.drain_seconds + _GRACE_SECONDS)
 
 
-def _children(options: ServeOptions, *, ports: Sequence[int], listener: socket.socket) -> list[Any]:
-    from megatron_runtime.cli.supervisor import Child
-
+def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socket.socket) -> list[Child]:
     client_port, engine_port, admin_port = ports
-    logs = ["--log-level", "info" if options.verbose else "warning"]
-    drain = ["--drain-seconds", str(options.drain_seconds)]
-    length = [] if options.max_sequence_length is None else ["--max-sequence-length", str(options.max_sequence_length)]
-    threads = options.threads or max(1, len(os.sched_getaffinity(0)) // options.engines)
-    coordinator = [
-        "coordinator",
-        *("--listen", _LOOPBACK, "--health-port", "off"),
-        *("--routing-policy", options.routing_policy),
-        *("--client-port", str(client_port), "--engine-port", str(engine_port), "--admin-port", str(admin_port)),
-        *logs,
-    ]
-    engine = [
-        "engine",
-        *("--coordinator", f"{_LOOPBACK}:{engine_port}", "--health-port", "off"),
-        *("--model", options.model, "--executor", options.executor, "--dtype", options.dtype),
-        *("--max-requests", str(options.max_requests), "--max-tokens", str(options.max_tokens)),
-        *("--kv-cache-memory", str(options.kv_cache_memory), "--threads", str(threads)),
-        "--batch-invariant" if options.batch_invariant else "--no-batch-invariant",
-        "--prefix-caching" if options.prefix_caching else "--no-prefix-caching",
-        *(*length, *drain, *logs),
-    ]
-    server = [
-        "server",
-        *("--coordinator", f"{_LOOPBACK}:{client_port}", "--model", options.model),
-        *("--model-name", options.served_name, "--linger-seconds", "0"),
-        *("--tool-call-parser", options.tool_call_parser),
-        *("--host", options.host, "--listen-fd", str(listener.fileno()), "--health-port", "off"),
-        *(argument for host in options.served_hosts for argument in ("--allowed-host", host)),
-        *([] if options.api_keys_file is None else ["--api-keys-file", str(options.api_keys_file)]),
-        *(["--share-prefix-cache"] if options.share_prefix_cache else []),
-        *(["--allow-priority"] if options.allow_priority else []),
-        *(*length, *drain, *logs),
-    ]
+
+    def arguments(*names: str, **others: Any) -> list[str]:
+        """Options by their names on the command line, with the values given to `serve` or these others."""
+        found: list[str] = []
+        values = {**{name: getattr(options, name) for name in names}, **others}
+        for name, value in {"log_level": "info" if options.verbose else "warning", **values}.items():
+            flag = name.replace("_", "-")
+            if isinstance(value, bool):
+                found.append(f"--{flag}" if value else f"--no-{flag}")
+            elif value is not None:
+                found += [f"--{flag}", str(value)]
+        return found
+
+    coordinator = arguments(
+        "routing_policy",
+        listen=_LOOPBACK,
+        client_port=client_port,
+        engine_port=engine_port,
+        admin_port=admin_port,
+        health_port="off",
+    )
+    engine = arguments(
+        *("model", "executor", "dtype", "max_sequence_length", "max_requests", "max_tokens", "kv_cache_memory"),
+        *("batch_invariant", "prefix_caching", "threads", "drain_seconds"),
+        coordinator=f"{_LOOPBACK}:{engine_port}",
+        health_port="off",
+    )
+    server = arguments(
+        *("model", "model_name", "host", "max_sequence_length", "api_keys_file", "share_prefix_cache"),
+        *("allow_priority", "tool_call_parser", "drain_seconds"),
+        coordinator=f"{_LOOPBACK}:{client_port}",
+        listen_fd=listener.fileno(),
+        linger_seconds=0,
+        health_port="off",
+    )
+    hosts = [argument for host in options.allowed_hosts for argument in ("--allowed-host", host)]
     return [
-        Child("coordinator", coordinator),
-        *(Child(f"engine-{i}", [*engine, "--name", f"engine-{i}"]) for i in range(options.engines)),
-        Child("server", server, pass_fds=(listener.fileno(),)),
+        Child("coordinator", ["coordinator", *coordinator]),
+        *(Child(f"engine-{i}", ["engine", *engine, "--name", f"engine-{i}"]) for i in range(options.engines)),
+        Child("server", ["server", *server, *hosts], pass_fds=(listener.fileno(),)),
     ]
 
 
-async def _until_ready(options: ServeOptions, *, url: str, coordinator: str, say: Any) -> bool:
+async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, say: Any) -> bool:
     """Wait until every engine serves and the server reaches the coordinator; name each as it gets there."""
     import httpx
 
@@ -254,8 +210,8 @@ async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) 
         await asyncio.gather(task, stopping, return_exceptions=True)
 
 
-def _tell_how_to_use(options: ServeOptions, *, url: str, seconds: float) -> None:
-    name = options.served_name
+def _tell_how_to_use(options: SimpleNamespace, *, url: str, seconds: float) -> None:
+    name = options.model_name
     key = "" if options.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     default_url = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
@@ -266,23 +222,7 @@ def _tell_how_to_use(options: ServeOptions, *, url: str, seconds: float) -> None
     )
 
 
-def _engines_words(count: int) -> str:
-    return "1 engine" if count == 1 else f"{count} engines"
-
-
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     reachable = {"0.0.0.0": _LOOPBACK, "::": "::1"}.get(host, host)
     return f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-
-
-def _free_ports(count: int) -> list[int]:
-    """Ports that were free a moment ago, all different."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind((_LOOPBACK, 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -1,9 +1,8 @@
-"""The client of a coordinator: submit requests, stream their tokens, send control messages. No torch."""
+"""The client of a coordinator: submits requests, streams their tokens, sends verbs. No torch."""
 
 from __future__ import annotations
 
 import asyncio
-import importlib
 import logging
 import threading
 import time
@@ -13,20 +12,8 @@ from typing import Any, TypeVar
 
 import zmq
 
-from megatron_runtime.client.engine_verbs import EngineVerbs
-from megatron_runtime.client.loop_bridge import awaited, called, cancel, running_loop, settle
 from megatron_runtime.client.pending import PendingRequest, partial_frames
-from megatron_runtime.client.rejection import (
-    DeadlineExceededError,
-    EngineFailedError,
-    InvalidRequestError,
-    ModelChangedError,
-    QueueFullError,
-    RequestRejectedError,
-    RequestTooLargeError,
-    UnavailableError,
-    rejection,
-)
+from megatron_runtime.client.rejection import rejection
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import CONTROLS, ErrorCode, Header, Role
 from megatron_runtime.protocol.messages import (
@@ -44,51 +31,32 @@ from megatron_runtime.protocol.messages import (
     pack,
 )
 from megatron_runtime.requests.async_stream import AsyncStream
+from megatron_runtime.requests.request import DynamicInferenceRequestRecord
 from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.transport.control_link import ControlCalls, ControlRefusedError
-from megatron_runtime.transport.peer_link import (
-    CoordinatorUnreachableError,
-    HandshakeRefusedError,
-    PeerLink,
-    coordinator_address,
-)
+from megatron_runtime.transport.control_link import ControlCalls
+from megatron_runtime.transport.peer_link import PeerLink, coordinator_address
 from megatron_runtime.transport.security import PeerKeys
-
-__all__ = [
-    "ControlRefusedError",
-    "CoordinatorUnreachableError",
-    "DeadlineExceededError",
-    "EngineFailedError",
-    "HandshakeRefusedError",
-    "InferenceClient",
-    "InvalidRequestError",
-    "ModelChangedError",
-    "QueueFullError",
-    "RequestRejectedError",
-    "RequestTooLargeError",
-    "UnavailableError",
-]
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 DEADLINE_MARGIN_SECONDS = 5.0
-"""Beyond a request's deadline: by then the coordinator has said that its time is up, unless there is none."""
+"""Added to a request's deadline before the client fails it: a coordinator that is there does so first."""
 
 
-class InferenceClient(EngineVerbs):
+class InferenceClient:
     """Connects one DEALER to a coordinator and keeps it registered, across restarts of the coordinator.
 
-    The connection lives on the event loop of start(). Requests and verbs may come from any other running loop, too:
-    their futures and streams then belong to that loop. Requests may be added before start() and while the coordinator
-    is away: they are submitted when it is there, with the tokens they already have.
+    The connection belongs to the event loop of start(). Requests and verbs may also come from any other running loop;
+    their futures and streams then belong to that loop. Requests may be added before start() and while there is no
+    coordinator: they are submitted when it is back, with the tokens that they already have.
 
     inference_coordinator_port: a port on this machine, "host:port" or "tcp://host:port".
-    deserialize: what a future gives: None a DynamicInferenceRequestRecord, True its merged request, False a map.
+    deserialize: result of a future. None: a DynamicInferenceRequestRecord; True: its merged request; False: a map.
     keys:        for a coordinator with CURVE keys.
-    name:        stable identity; None makes one up.
-    model:       hash of the model that requests are made for; engines of another do not answer them. Empty: any.
+    name:        identity of the client; None: a random one.
+    model:       hash of the model that requests are made for; engines with another model do not answer. Empty: any.
     """
 
     def __init__(
@@ -133,17 +101,17 @@ class InferenceClient(EngineVerbs):
 
     @property
     def connected(self) -> bool:
-        """The coordinator knows this client and has spoken within the last seconds."""
+        """Whether the client is registered and got a message within the last seconds."""
         return self._link.registered
 
     async def start(self, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float = 30.0) -> None:
         """Connect and register. With a timeout of 0 it returns at once and connects in the background.
 
-        loop: where the connection lives; None means the loop of the caller.
+        loop: the loop of the connection; None: the loop of the caller.
 
         Raises:
-            CoordinatorUnreachableError: nobody answered in time; the client is then closed for good.
-            HandshakeRefusedError: the coordinator refused.
+            CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
+            HandshakeRefusedError: the coordinator rejected HELLO.
         """
         self._loop = loop or asyncio.get_running_loop()
         if self._loop is asyncio.get_running_loop():
@@ -158,19 +126,24 @@ class InferenceClient(EngineVerbs):
         self.listener_task.add_done_callback(lambda _: self._stop())
 
     async def _connect_with_inference_coordinator(self, connect_timeout_seconds: float = 30.0) -> None:
-        """Open the connection, say HELLO, and wait for the coordinator to acknowledge it. The first step of start()."""
+        """Open the connection, send HELLO and wait for HELLO_ACK. The first step of start()."""
         await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
 
     async def _recv_task(self) -> None:
-        """Lasts while the client listens. Messages are handled as they come, not here; but whoever cancels this task,
-        as the end of its loop does, stops the client.
+        """Run until the client stops. Cancelling the task, as the end of its loop does, stops the client.
+
+        Messages are handled by callbacks, not here.
         """
         await asyncio.get_running_loop().create_future()
 
     def stop(self) -> None:
-        """Leave: pending futures are cancelled, open streams end, the coordinator aborts what is open. Idempotent."""
+        """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent."""
         if self._loop is not None and self._loop.is_running() and not self._is_home():
-            asyncio.run_coroutine_threadsafe(called(self._stop), self._loop).result()
+
+            async def stop_there() -> None:
+                self._stop()
+
+            asyncio.run_coroutine_threadsafe(stop_there(), self._loop).result()
         else:
             self._stop()
 
@@ -187,11 +160,11 @@ class InferenceClient(EngineVerbs):
         self._link.close("client stopped")
 
     def _is_home(self) -> bool:
-        """Called where the connection lives. Before start() that is everywhere."""
-        return self._loop is None or running_loop() is self._loop
+        """Whether the caller runs on the connection's loop. Before start(), every loop counts as that."""
+        return self._loop is None or _running_loop() is self._loop
 
     def _at_home(self, action: Callable[[], object]) -> None:
-        """Run `action` where the connection lives: now, or as soon as that loop turns."""
+        """Run `action` on the connection's loop: now, or in its next iteration."""
         if self._is_home() or self._loop is None or not self._loop.is_running():
             action()
         else:
@@ -210,10 +183,10 @@ class InferenceClient(EngineVerbs):
     ) -> asyncio.Future[Any]:
         """Submit now. The future gives the answer, or raises RequestRejectedError; cancelling it aborts the request.
 
-        prompt:           token ids, shape [n]; text only where the coordinator has a tokenizer.
-        deadline_seconds: after that the coordinator gives the request up.
-        engine:           name of the one engine that may answer; the request fails with it. Empty: any.
-        tenant:           whose share of the engines the request counts against, an opaque text of at most 64
+        prompt:           token ids, shape [n]; text only if the coordinator has a tokenizer.
+        deadline_seconds: time after which the coordinator fails the request.
+        engine:           name of the only engine that may answer; the request fails with it. Empty: any.
+        tenant:           tenant in whose share of the engines the request counts, an opaque text of at most 64
                           characters. Empty: this client's.
         """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
@@ -241,7 +214,7 @@ class InferenceClient(EngineVerbs):
     ) -> AsyncStream:
         """Submit now. The stream gives `{"partial": {"request_id", "new_tokens", …}}` …, then `{"final": reply}`.
 
-        A partial has "new_log_probs" and "new_top_n_logprobs" where they were asked for, the first one also
+        If requested, a partial has "new_log_probs" and "new_top_n_logprobs", the first one also
         "prompt_log_probs" and "prompt_top_n_logprobs". Sets `streaming` on the caller's parameters. Closing the stream
         aborts the request. The arguments are those of add_request().
         """
@@ -254,13 +227,13 @@ class InferenceClient(EngineVerbs):
             engine=engine,
             tenant=tenant,
         )
-        reader = None if self._is_home() else running_loop()
+        reader = None if self._is_home() else _running_loop()
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
         return request.stream
 
     def abort_request(self, request_id: int) -> None:
-        """Forget a request and tell the coordinator. An unknown or finished id is ignored."""
+        """Abort a request here and at the coordinator. An unknown or finished id is ignored."""
         self._at_home(lambda: self._abort(request_id))
 
     def _abort(self, request_id: int) -> None:
@@ -280,7 +253,7 @@ class InferenceClient(EngineVerbs):
 
     def _submit(self, request: PendingRequest) -> None:
         if request.future is not None:
-            if request.future.done():  # cancelled before it came here
+            if request.future.done():  # cancelled before it was submitted
                 return
             self.completion_futures[request.request_id] = request.future
         if request.stream is not None:
@@ -299,11 +272,11 @@ class InferenceClient(EngineVerbs):
             self._link.send(request.submit().to_frames())
 
     def _watch_deadline(self, request: PendingRequest) -> None:
-        """A coordinator that is away ends nothing: some time after the deadline the client does."""
+        """Fail the request some time after its deadline, in case there is no coordinator to do so."""
         if request.deadline is None:
             return
         seconds = request.deadline - time.perf_counter() + DEADLINE_MARGIN_SECONDS
-        message = f"no answer within the deadline; no coordinator at {self._link.address} said why"
+        message = f"no answer within the deadline; there is no answer from the coordinator at {self._link.address}"
 
         def expire() -> None:
             if request.uid in self._open:
@@ -321,16 +294,16 @@ class InferenceClient(EngineVerbs):
         self.streams.pop(request.request_id, None)
 
     def _end(self, request: PendingRequest) -> None:
-        """Without an answer and without an error."""
+        """End a request without an answer and without an error."""
         if request.future is not None:
-            cancel(request.future)
+            _on_loop_of(request.future, request.future.cancel)
         if request.stream is not None:
             request.stream.finish()
 
     def _reject(self, request: PendingRequest, error: Exception) -> None:
         self._forget(request)
         if request.future is not None:
-            settle(request.future, error=error)
+            _settle(request.future, error=error)
         if request.stream is not None:
             request.stream.finish(error)
 
@@ -356,7 +329,7 @@ class InferenceClient(EngineVerbs):
                     self._reject(request, rejection(message.code, message.message, message.retry_after_seconds))
             case _:
                 if not self._calls.handle(message) and isinstance(message, Error):
-                    logger.warning("the coordinator refused a message: %s %s", message.code.name, message.message)
+                    logger.warning("the coordinator rejected a message: %s %s", message.code.name, message.message)
 
     def _on_partial(self, message: Partial) -> None:
         for request, frame in partial_frames(message, self._open.get):
@@ -378,7 +351,7 @@ class InferenceClient(EngineVerbs):
             return
         self._forget(request)
         if request.future is not None:
-            settle(request.future, result=result)
+            _settle(request.future, result=result)
         if request.stream is not None:
             request.stream.put({"final": reply})
             request.stream.finish()
@@ -386,21 +359,73 @@ class InferenceClient(EngineVerbs):
     def _result(self, reply: dict[str, Any]) -> Any:
         if self._deserialize is False:
             return reply
-        # Loaded by name: the class that it gives has tensor fields, and who wants maps needs no torch.
-        records = importlib.import_module("megatron_runtime.requests.record")
-        record = records.DynamicInferenceRequestRecord.from_reply(reply)
+        record = DynamicInferenceRequestRecord.from_reply(reply)
         return record.merge() if self._deserialize else record
 
-    # --- control ------------------------------------------------------------------------------------------------
+    # --- verbs ----------------------------------------------------------------------------------------------------
 
     def shutdown_coordinator(self) -> None:
-        """End the coordinator. Taken on the one port of a library's coordinator only: a cluster's is not a client's."""
+        """End the coordinator. Only a coordinator with one port accepts this."""
         self._at_home(lambda: self._link.send([pack([int(Header.SHUTDOWN)])]))
 
     def status(self, *, timeout_seconds: float = 5.0) -> asyncio.Future[StatusReply]:
         return self._call(lambda: self._calls.status(timeout_seconds=timeout_seconds))
 
+    def pause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Freeze generation. The future gives the confirmed answer when every engine has paused.
+
+        All verbs take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
+        verb; the caller may ignore the future, which raises ControlRefusedError or CoordinatorUnreachableError.
+        A coordinator with three ports accepts verbs on its admin port only: see ControlLink.
+        """
+        return self._send_signal_to_engines(Header.PAUSE, **options)
+
+    def unpause_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Continue generation."""
+        return self._send_signal_to_engines(Header.UNPAUSE, **options)
+
+    def suspend_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Release memory. Legal when paused."""
+        return self._send_signal_to_engines(Header.SUSPEND, **options)
+
+    def resume_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Reallocate memory. The engines are paused then."""
+        return self._send_signal_to_engines(Header.RESUME, **options)
+
+    def stop_engines(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """End the engines; open requests fail. Legal when paused or suspended."""
+        return self._send_signal_to_engines(Header.STOP, **options)
+
+    def set_generation_epoch(self, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Label the tokens sampled from now on with `epoch`."""
+        return self._send_signal_to_engines(Header.SET_GENERATION_EPOCH, **options, epoch=epoch)
+
+    def update_weights(self, source: str, epoch: int, **options: Any) -> asyncio.Future[ControlAck]:
+        """Switch to the weights at `source`, a model reference that every engine can read, labelled `epoch`.
+
+        Confirmed when every engine has verified and loaded them. The cache of requests in flight is recomputed.
+        """
+        return self._send_signal_to_engines(Header.UPDATE_WEIGHTS, **options, source=source, epoch=epoch)
+
+    def drain(self, engine: str | None = None, **options: Any) -> asyncio.Future[ControlAck]:
+        """Dispatch no more requests to `engine` (None: to all). Confirmed when it has none in flight."""
+        return self._send_signal_to_engines(Header.DRAIN, **options, engine=engine)
+
+    def start_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Call cudaProfilerStart on every rank, in any state.
+
+        Nsight Systems records the range if it runs the engines with `--capture-range=cudaProfilerApi
+        --capture-range-end=repeat` (by default the end of a range also ends the engine). Without a profiler nothing is
+        recorded. Fails with ENGINE_FAILED if an engine has no GPU; the text names it, and it keeps serving.
+        """
+        return self._send_signal_to_engines(Header.START_CUDA_PROFILER, **options)
+
+    def stop_cuda_profiler(self, **options: Any) -> asyncio.Future[ControlAck]:
+        """Call cudaProfilerStop on every rank."""
+        return self._send_signal_to_engines(Header.STOP_CUDA_PROFILER, **options)
+
     def _send_signal_to_engines(self, signal: Header, **options: Any) -> asyncio.Future[ControlAck]:
+        """Send a control message now. Raises ValueError if `signal` is not one."""
         if signal not in CONTROLS:
             raise ValueError(f"signal {signal!r}: want one of {', '.join(sorted(header.name for header in CONTROLS))}")
         control = Control(kind=Header(signal), **options)
@@ -409,6 +434,42 @@ class InferenceClient(EngineVerbs):
     def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
         if self._is_home() or self._loop is None:
             return send()
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(awaited(send), self._loop))
-        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody has to await it
+
+        async def answered() -> T:
+            return await send()
+
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._loop))
+        answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
+
+
+# --- futures that are created on one event loop and settled from another, which may run in another thread -------------
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def _settle(future: asyncio.Future[Any], *, result: Any = None, error: Exception | None = None) -> None:
+    """Set the result or the error of `future`, on its own loop. A future that is done is left unchanged."""
+
+    def act() -> None:
+        if future.done():
+            return
+        if error is not None:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+
+    _on_loop_of(future, act)
+
+
+def _on_loop_of(future: asyncio.Future[Any], action: Callable[[], object]) -> None:
+    loop = future.get_loop()
+    if loop is not _running_loop() and loop.is_running():
+        loop.call_soon_threadsafe(action)
+    elif not loop.is_closed():  # a closed loop has no task that awaits the future
+        action()

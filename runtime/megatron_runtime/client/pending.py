@@ -1,4 +1,4 @@
-"""A request that has no final answer yet, as its client keeps it. No torch."""
+"""Requests without a final answer, as their client keeps them. No torch."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 TOKEN_BYTES = 4
 
 PER_TOKEN_DETAILS = {"log_probs": "generated_log_probs", "top_n_logprobs": "generated_top_n_logprobs"}
-"""What partials may say of each of their tokens, and its name in the reply."""
+"""Details of each token in a partial, with their names in the reply."""
 PROMPT_DETAILS = ("prompt_log_probs", "prompt_top_n_logprobs")
 
 _REPLY_DEFAULTS: dict[str, Any] = {
@@ -59,8 +59,8 @@ _REPLY_DEFAULTS: dict[str, Any] = {
 class PendingRequest:
     """One request, from its submission to its final answer.
 
-    generated: tokens that partials brought: what a new coordinator is told, and what no later answer may contradict.
-    details:   what partials said of them; an engine that took the request over does not know it.
+    generated: tokens from partials. A restarted coordinator gets them, and no later answer may contradict them.
+    details:   details of these tokens. An engine that takes the request over does not have them.
     submitted, deadline: on the clock of time.perf_counter().
     """
 
@@ -89,7 +89,7 @@ class PendingRequest:
         engine: str = "",
         tenant: str = "",
     ) -> Self:
-        """A new request, submitted now, number 0. Its uid and, where the caller gave none, its seed are minted here."""
+        """Return a request with number 0 and a random uid, submitted now. Without a seed in `params` it is random."""
         now = time.perf_counter()
         text = isinstance(prompt, str)
         return cls(
@@ -113,7 +113,7 @@ class PendingRequest:
 
     @property
     def held(self) -> int:
-        """How many generated tokens the client has."""
+        """The number of generated tokens that the client has."""
         return len(self.generated) // TOKEN_BYTES
 
     @property
@@ -121,17 +121,17 @@ class PendingRequest:
         return len(self.prompt) + len(self.params) + len(self.generated)
 
     def submit(self) -> Submit:
-        """The SUBMIT of this moment: with the time that is left and the tokens held."""
+        """Return the SUBMIT to send now, with the time left and the tokens held."""
         meta = self.meta
         if self.deadline is not None:
             meta = meta._replace(deadline_ms=max(0, int((self.deadline - time.perf_counter()) * 1000)))
         return Submit(self.uid, meta, self.prompt, bytes(self.generated), self.params)
 
     def take_partial(self, offset: int, tokens: bytes, details: Any) -> dict[str, Any] | None:
-        """The stream's frame of what is new in `tokens`, which begin at number `offset`; None where nothing is.
+        """Return the stream's frame of the new tokens in `tokens`, which begin at number `offset`; None without any.
 
-        What lies between the tokens held and an offset beyond them was lost with a connection. The coordinator sends it
-        anew once it has the SUBMIT that follows each renewed registration and says what is held here.
+        Tokens between those held and a higher offset were lost with a connection. The coordinator sends them again when
+        it gets the SUBMIT that follows each renewed registration.
         """
         known = self.held - offset
         new = tokens[TOKEN_BYTES * known :] if known >= 0 else b""
@@ -150,14 +150,14 @@ class PendingRequest:
             if isinstance(values, list):
                 frame[f"new_{name}"] = values[known:]
                 held = self.details.setdefault(name, [])
-                if len(held) == before:  # a catch-up without details leaves a gap: what follows has no place then
+                if len(held) == before:  # a catch-up without details leaves a gap
                     held.extend(values[known:])
         for name in PROMPT_DETAILS:
             if name in details and name not in self.details:
                 frame[name] = self.details[name] = details[name]
 
     def reply(self, final: Final) -> dict[str, Any]:
-        """The final answer as a map. Raises MalformedMessageError if `final` cannot be read."""
+        """Return the final answer as a map. Raises MalformedMessageError if `final` cannot be read."""
         body = unpack(final.reply, DETAILS)
         if not isinstance(body, dict):
             raise MalformedMessageError(f"reply is {type(body).__name__}: want a map")
@@ -175,8 +175,9 @@ class PendingRequest:
         return reply
 
     def _complete_details(self, reply: dict[str, Any]) -> None:
-        """Put what partials brought before a failover in front of what the last engine knows. Where some of it never
-        came, `log_probs_from` stays and says from which token on the lists are.
+        """Prepend the details from partials before a failover to those of the last engine.
+
+        If some are missing, `log_probs_from` stays: the number of the token at which the lists begin.
         """
         start = reply.get("log_probs_from") or 0
         wanted = {name: key for name, key in PER_TOKEN_DETAILS.items() if reply[key] is not None}
@@ -192,7 +193,7 @@ class PendingRequest:
 def partial_frames(
     message: Partial, find: Callable[[bytes], PendingRequest | None]
 ) -> Iterator[tuple[PendingRequest, dict[str, Any] | None]]:
-    """For each request that `find` knows by uid, the frame of what `message` brings it; None where it had all that."""
+    """Yield each request that `find` returns for a uid, with the frame of its new tokens; None if there are none."""
     try:
         details = unpack(message.extras, DETAILS) if message.extras else {}
     except MalformedMessageError as error:

@@ -1,4 +1,4 @@
-"""What a client raises when the coordinator refuses a request or gives it up; one class a reason."""
+"""Errors that a client raises if the coordinator rejects or fails a request; one class for each reason."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from megatron_runtime.protocol.headers import ErrorCode
 
 
 class RequestRejectedError(Exception):
-    """The coordinator refused a request, or gave it up.
+    """The coordinator rejected or failed a request.
 
-    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 it ends engines, 503 unavailable, 504 its
-          time is up.
-    is_transient: the same request may be answered later.
+    code: 400 invalid, 409 model changed, 413 too large, 429 queue full, 500 it ends engines, 503 unavailable, 504
+          deadline exceeded.
+    is_transient: the same request may succeed later.
     """
 
     is_transient = True
@@ -23,31 +23,31 @@ class RequestRejectedError(Exception):
 
 
 class InvalidRequestError(RequestRejectedError):
-    """The request can never be taken as it is."""
+    """The request is invalid."""
 
 
 class ModelChangedError(RequestRejectedError):
-    """The engines run another model than the one that this request was made for."""
+    """The engines run another model than the one that the request was made for."""
 
 
 class RequestTooLargeError(RequestRejectedError):
-    """The request is larger than a message may be."""
+    """The request is larger than the size limit of a message."""
 
 
 class QueueFullError(RequestRejectedError):
-    """Too much waits already; `retry_after_seconds` says when to try again."""
+    """Too many requests wait. `retry_after_seconds` says when to retry."""
 
 
 class UnavailableError(RequestRejectedError):
-    """Paused with Reject, stopped, or this client was stopped."""
+    """The engines are paused with Reject or stopped, or this client was stopped."""
 
 
 class DeadlineExceededError(RequestRejectedError, TimeoutError):
-    """The request's time was up."""
+    """The deadline of the request has passed."""
 
 
 class EngineFailedError(RequestRejectedError):
-    """The request ends the engines that run it, or its answer cannot be read. The message names its uid."""
+    """The request ends the engines that run it, or its answer cannot be read. The text has its uid."""
 
     is_transient = False
 
@@ -64,4 +64,5 @@ _CLASSES: dict[int, type[RequestRejectedError]] = {
 
 
 def rejection(code: int, message: str, retry_after_seconds: float | None = None) -> RequestRejectedError:
+    """Return the error of an ErrorCode."""
     return _CLASSES.get(int(code), RequestRejectedError)(int(code), message, retry_after_seconds)

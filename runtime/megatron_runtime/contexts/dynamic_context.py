@@ -2,16 +2,20 @@
 
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.requests.errors import (
+    ActiveRequestCountOverflowError,
     BlockOverflowError,
     MaxSequenceLengthOverflowError,
     RequestOverflowError,
+    TensorStateDeallocatedError,
     TokenOverflowError,
 )
 
 __all__ = [
+    "ActiveRequestCountOverflowError",
     "BlockOverflowError",
     "DynamicInferenceContext",
     "MaxSequenceLengthOverflowError",
     "RequestOverflowError",
+    "TensorStateDeallocatedError",
     "TokenOverflowError",
 ]

@@ -1,12 +1,14 @@
-"""How an engine of many ranks ends: always with a rank and a cause. No torch."""
+"""Failures of an engine of many ranks: each names a rank and a cause. No torch."""
 
 from __future__ import annotations
 
 
 class RankError(RuntimeError):
-    """Something failed on one rank. `rank` is its number, the message names it, `remedy` says what to do.
+    """Something failed on one rank.
 
-    reason: a word for programs.
+    rank:   its number, also in the message.
+    reason: the machine-readable cause in the termination message.
+    remedy: what the user can do.
     """
 
     reason = "RankFailed"
@@ -19,9 +21,9 @@ class RankError(RuntimeError):
 
 
 class RankLostError(RankError):
-    """A rank is gone or does not answer: its engine ends, and is started whole again.
+    """A rank is gone or makes no progress: its engine ends and is started again with all ranks.
 
-    by_silence: nothing shows that its process has ended or that a step of it failed; its node may be lost.
+    by_silence: neither its process nor its step is known to have failed; its node or the network may be lost.
     """
 
     reason = "RankLost"
@@ -33,7 +35,7 @@ class RankLostError(RankError):
 
 
 class RendezvousError(RankError):
-    """Ranks of an engine do not find each other."""
+    """The ranks of an engine do not find each other."""
 
     reason = "RendezvousFailed"
     remedy = "check that all pods of the engine run, and that their network lets them talk to each other on every port"

@@ -1,7 +1,7 @@
-"""The process groups of one rank, and what it exchanges in them: torch.distributed, gloo on processors, NCCL on GPUs.
+"""The process groups of one rank and the collectives in them: torch.distributed with gloo on CPUs, NCCL on GPUs.
 
 T tokens of this rank's step, A tokens of all expert ranks' steps, M the most tokens of one expert rank, N rows whose
-logits are wanted, D hidden, W a rank's part of the vocabulary, V the vocabulary.
+logits are computed, D hidden, W a rank's part of the vocabulary, V the vocabulary.
 """
 
 from __future__ import annotations
@@ -9,12 +9,44 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
-from megatron_runtime.distributed.step_progress import StepProgress
+from megatron_runtime.distributed.watch import StepProgress
+
+
+class Collectives(Protocol):
+    """What the ranks of one model exchange in a forward pass. The implementation here is that of a single rank.
+
+    Every rank of a group calls the methods in the same order. A result may be the argument, changed in place.
+    """
+
+    def begin_layer(self, number: int) -> None:
+        """The model's layer `number` begins. Marks the progress of this rank."""
+        return
+
+    def all_reduce(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """The sum over the tensor ranks: after the attention's output, the down projection and the embedding."""
+        return x_TD
+
+    def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """logits_NV of all tensor ranks' parts of the vocabulary."""
+        return logits_NW
+
+    def gather_tokens(self, x_TD: torch.Tensor) -> torch.Tensor:
+        """x_AD, the tokens of all expert ranks: before the routed experts."""
+        return x_TD
+
+    def scatter_sums(self, y_AD: torch.Tensor) -> torch.Tensor:
+        """y_TD, this rank's tokens summed over the expert ranks: after the routed experts."""
+        return y_AD
+
+
+class OneRank(Collectives):
+    """A single rank: every method returns its argument."""
 
 
 class GroupError(RuntimeError):
@@ -22,12 +54,12 @@ class GroupError(RuntimeError):
 
 
 class Groups:
-    """Implements Collectives, and carries hidden states from one pipeline stage to the next.
+    """Implements Collectives, and sends hidden states from one pipeline stage to the next.
 
-    Made by every rank at once: it waits until all of them are there.
+    All ranks construct it at the same time: the constructor waits for the others.
 
     device:   of this rank's tensors.
-    progress: where this rank is in its step.
+    progress: of this rank's step.
     """
 
     def __init__(
@@ -63,13 +95,10 @@ class Groups:
                 mine = group
         return mine
 
-    def begin(self, tokens_of_experts: tuple[int, ...], *, work: float) -> None:
-        """The forward pass to come has so many tokens on each expert rank. Known from the plan: nobody asks anybody.
-
-        work: that one of its layers is, in tokens or what costs as much.
-        """
+    def begin(self, tokens_of_experts: tuple[int, ...]) -> None:
+        """A forward pass with so many tokens on each expert rank begins. Every rank knows the counts from the plan."""
         self._tokens_of_experts = tokens_of_experts
-        self.progress.begin_batch(work)
+        self.progress.reach("the input")
 
     @contextmanager
     def _exchange(self) -> Iterator[None]:
@@ -81,8 +110,6 @@ class Groups:
 
     def close(self) -> None:
         dist.destroy_process_group()
-
-    # --- Collectives --------------------------------------------------------------------------------------------
 
     def begin_layer(self, number: int) -> None:
         self.progress.reach("layer", number)
@@ -96,7 +123,7 @@ class Groups:
         return x_TD
 
     def gather_logits(self, logits_NW: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        # A mark for each block of a prompt's log-probabilities: how many there are, a step's work does not tell.
+        # A mark for each block of a prompt's log-probabilities, of which there may be many.
         self.progress.reach("logits")
         if self._tensor is None:
             return logits_NW
@@ -130,10 +157,8 @@ class Groups:
         start = sum(self._tokens_of_experts[: self.shard.expert_rank])
         return y_AD[start : start + self._tokens_of_experts[self.shard.expert_rank]]
 
-    # --- stages -------------------------------------------------------------------------------------------------
-
     def send_to_next_stage(self, x_TD: torch.Tensor) -> None:
-        """Returns at once; `x_TD` must not change until flush()."""
+        """Start to send and return. `x_TD` must not change until flush()."""
         x_TD = x_TD.contiguous()
         with self._exchange():
             work = dist.isend(x_TD, self._neighbour(1), group=self._pipeline)
@@ -147,7 +172,7 @@ class Groups:
         return x_TD
 
     def flush(self) -> None:
-        """What was sent has left."""
+        """Wait until everything has been sent."""
         while self._sending:
             with self._exchange():
                 self._sending.pop(0)[0].wait()

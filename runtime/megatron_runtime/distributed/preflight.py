@@ -1,9 +1,9 @@
-"""Before the ranks of an engine load: can every two of its pods talk? Seconds instead of a load and a rendezvous.
+"""The network check of an engine's pods, before its ranks load: every two pods must reach each other.
 
-Each pod listens on the rendezvous port and on a port of the system's choice, as ranks do later, and exchanges a block
-of data with every other pod on both. Who can be reached but does not take part (its image is still being pulled, or it
-runs its ranks already) passes: the network lets the two talk. What fails is silence: packets that are dropped, a host
-that is gone, a name service that does not answer. All ends by one deadline.
+Each pod listens on the rendezvous port and on a port that the system chooses, as ranks do later, and exchanges a block
+of data with every other pod on both. A pod that is reachable but takes no part passes: its image may still be pulled,
+or its ranks may run already. Silence fails: dropped packets, a lost host, or a name service that does not answer. One
+deadline bounds everything.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from enum import StrEnum
 
 MAGIC = b"megatron-preflight-1\n"
 BLOCK_BYTES = 1 << 18
-"""More than one packet and one socket buffer of small size, so that a wrong MTU shows."""
+"""Larger than a packet and than a small socket buffer, so that a wrong MTU is found."""
 RETRY_SECONDS = 0.25
 GREETING_SECONDS = 2.0
-"""Who has taken a call and says nothing for so long speaks something else: the store of ranks that run waits, too."""
+"""A peer that accepts a connection and is silent for so long is another program, such as the store of running ranks."""
 NAMED = 4
-"""Pairs that a message names at most."""
+"""The most pairs that an error message names."""
 SILENT_SHARE = 0.3
-"""A call that is without an answer for this part of the time, when the time is over, counts as unanswered."""
+"""A connection attempt that is open for this share of the timeout at the deadline counts as unanswered."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class PreflightPlan:
 
 
 class PreflightError(RuntimeError):
-    """Two pods cannot talk. The message names both, and what was seen."""
+    """Two pods cannot reach each other. The message names both and what was observed."""
 
     reason = "RendezvousFailed"
     remedy = "see that NetworkPolicies and firewalls let pods of the engine reach each other on every port"
@@ -52,7 +52,7 @@ class PreflightError(RuntimeError):
 
 
 class Outcome(StrEnum):
-    """What one pod knows of another."""
+    """The result of one pod's attempt to reach another."""
 
     ANSWERED = "answered"
     REACHABLE = "is reachable and takes no part"
@@ -60,10 +60,10 @@ class Outcome(StrEnum):
 
 
 async def preflight(plan: PreflightPlan) -> dict[str, Outcome]:
-    """What is known of every other pod.
+    """Try to reach every other pod. Returns the outcomes by host name.
 
     Raises:
-        PreflightError: of some pod nothing was heard until the deadline, or no name can be resolved.
+        PreflightError: a pod was silent until the deadline, or this pod's own name does not resolve.
         OSError: the port is taken.
     """
     heard: set[int] = set()
@@ -75,11 +75,11 @@ async def preflight(plan: PreflightPlan) -> dict[str, Outcome]:
         async with asyncio.TaskGroup() as calls:
             tasks = [calls.create_task(_reach(plan, number, until)) for number in others]
         found = {number: task.result() for number, task in zip(others, tasks, strict=True)}
-        silent = [words for words in found.values() if not isinstance(words, Outcome)]
+        silent = [error for error in found.values() if not isinstance(error, Outcome)]
         if silent:
             raise PreflightError("; ".join(silent[:NAMED]), rank=plan.node)
         outcomes = {number: outcome for number, outcome in found.items() if isinstance(outcome, Outcome)}
-        # Those who take part need an answer from here as well; what they do not get they report themselves.
+        # Pods that take part need an answer of this one as well; if it does not come they report that themselves.
         partners = {number for number, outcome in outcomes.items() if outcome is Outcome.ANSWERED}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout_at(until):
@@ -87,9 +87,6 @@ async def preflight(plan: PreflightPlan) -> dict[str, Outcome]:
                     changed.clear()
                     await changed.wait()
     return {plan.names[number]: outcome for number, outcome in outcomes.items()}
-
-
-# --- the listening half --------------------------------------------------------------------------------------------
 
 
 @contextlib.asynccontextmanager
@@ -126,11 +123,8 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
     await writer.drain()
 
 
-# --- the calling half ----------------------------------------------------------------------------------------------
-
-
 async def _resolves_itself(plan: PreflightPlan, until: float) -> None:
-    """This pod has an address, so its own name must resolve; of another's one cannot say."""
+    """Wait until this pod's own name resolves. It has an address; another pod may not have one yet."""
     name, loop = plan.names[plan.node], asyncio.get_running_loop()
     error: object = "no answer"
     with contextlib.suppress(TimeoutError):
@@ -150,7 +144,7 @@ async def _resolves_itself(plan: PreflightPlan, until: float) -> None:
 
 
 async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | str:
-    """Call until it answers; at the deadline, judge by the last call that came to something. Words: what is wrong."""
+    """Connect until the pod answers. At the deadline the last completed attempt counts. A string names the error."""
     loop, name = asyncio.get_running_loop(), plan.names[number]
     seen: Outcome | None = None
     what = ""
@@ -182,7 +176,7 @@ async def _reach(plan: PreflightPlan, number: int, until: float) -> Outcome | st
 
 
 async def _exchange(plan: PreflightPlan, number: int) -> None:
-    """One block to both ports of another pod, and back its digest."""
+    """Send a block to both ports of another pod and check the digests that it returns."""
     host, block = plan.names[number], os.urandom(BLOCK_BYTES)
     reader, writer = await asyncio.open_connection(host, plan.port)
     try:

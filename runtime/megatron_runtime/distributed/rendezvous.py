@@ -1,7 +1,7 @@
-"""How the ranks of an engine find each other: a store at rank 0's address, where each says where it listens.
+"""How the ranks of an engine find each other: a store at rank 0's address, to which each rank writes its own address.
 
-The store authenticates nothing. With keys, what it says of a rank's key counts only if the mounted `engine.pub` has
-that key; the rank's connection then proves that it holds the secret half.
+The store authenticates nothing. With keys, a rank's key from the store is accepted only if the mounted `engine.pub` has
+it; the rank's connection then proves that it holds the secret key.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import torch.distributed as dist
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
-from megatron_runtime.backends.native.ranked.plan_channel import pull_socket, push_socket
 from megatron_runtime.distributed.errors import RendezvousError
-from megatron_runtime.distributed.identity import RankIdentity
+from megatron_runtime.distributed.shard import RankIdentity
+from megatron_runtime.distributed.watch import BEAT_SECONDS
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp.dealer import AddressError, parse_address
@@ -28,13 +28,14 @@ logger = logging.getLogger(__name__)
 
 LOOPBACK = "127.0.0.1"
 KEY_LOOK_SECONDS = 1.0
-"""Between two looks at engine.pub while a rank's key is not in it: a kubelet may bring a rotated key later to one pod
-than to another."""
+"""Between two looks at engine.pub while a rank's key is not in it: pods receive a rotated key at different times."""
+SILENCE_SECONDS = 3.0
+"""ZeroMQ closes a connection without traffic for so long. Its I/O thread sends the heartbeats, whatever Python does."""
 
 
 def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
-    """The store of this engine's ranks. Raises RendezvousError when rank 0 does not come."""
-    # Under torchrun the agent of the first node has opened the port.
+    """The store of this engine's ranks. Raises RendezvousError if rank 0 does not open it in time."""
+    # Under torchrun the agent of the first node has opened the port already.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
         store = dist.TCPStore(
@@ -56,8 +57,8 @@ def open_store(identity: RankIdentity, *, timeout_seconds: float) -> dist.Store:
 class Meeting:
     """The sockets of one rank, and the addresses of the others.
 
-    keys_dir: engine.key and engine.pub; who connects must hold a key of engine.pub, and so must who listens. None: no
-              encryption, and only this machine is listened to unless the engine has others.
+    keys_dir: engine.key and engine.pub; both ends of a connection must hold a key of engine.pub. None: no encryption;
+              the socket listens on loopback only, unless the engine spans several machines.
     """
 
     def __init__(self, identity: RankIdentity, store: dist.Store, *, keys_dir: Path | None) -> None:
@@ -65,11 +66,14 @@ class Meeting:
         self._identity = identity
         self._store = store
         self._peers: dict[int, tuple[str, str]] = {}
-        self._admitted = keys_dir / "engine.pub" if keys_dir is not None else None
+        self._accepted_keys = keys_dir / "engine.pub" if keys_dir is not None else None
         self._keys = PeerKeys.load(keys_dir, Role.ENGINE) if keys_dir is not None else None
-        self._authenticator = _Authenticator.start(self.context, keys_dir) if keys_dir is not None else None
+        self._authenticator = ThreadAuthenticator(self.context) if keys_dir is not None else None
+        if self._authenticator is not None:
+            self._authenticator.start()
+            self._authenticator.configure_curve_callback(domain="*", credentials_provider=self)
         own = _own_address(identity)
-        self.pull = pull_socket(self.context)
+        self.pull = _socket(self.context, zmq.PULL)
         if self._keys is not None:
             self.pull.curve_server = True
             self.pull.curve_publickey = self._keys.own.public
@@ -79,9 +83,9 @@ class Meeting:
         store.set(_key(identity.rank), f"tcp://{own}:{port} {public}")
 
     def wait_for_all(self, *, until: float) -> None:
-        """Return when every rank of the engine has said where it listens, with a key that is admitted.
+        """Return when every rank of the engine has written its address, with a key that is accepted.
 
-        Raises RendezvousError naming the rank that has not.
+        until: of time.monotonic(). Raises RendezvousError naming the rank that has not.
         """
         everyone = range(self._identity.world)
         try:
@@ -98,7 +102,7 @@ class Meeting:
             self._check_key(rank, until=until)
 
     def _read(self, rank: int) -> tuple[str, str]:
-        """Address and public key of a rank, as the store has them. Anything may have written there."""
+        """Address and public key of a rank from the store, which any process can write to."""
         try:
             address, _, public = self._store.get(_key(rank)).decode("ascii").partition(" ")
             if isinstance(parse_address(address), Path):
@@ -109,25 +113,25 @@ class Meeting:
 
     def _check_key(self, rank: int, *, until: float) -> None:
         _, public = self._peers[rank]
-        if self._admitted is None:
+        if self._accepted_keys is None:
             if public:
                 raise RendezvousError(rank, "it has keys, this rank has not: give --keys-dir to all ranks or to none")
             return
         if not public:
             raise RendezvousError(rank, "it has no keys, this rank has: give --keys-dir to all ranks or to none")
-        while not _is_admitted(public.encode(), self._admitted):
+        while not _is_accepted(public.encode(), self._accepted_keys):
             if time.monotonic() >= until:
                 raise RendezvousError(
                     rank,
-                    f"the rendezvous store says that its key is {public:.60}, which {self._admitted} does not have: "
-                    "another process wrote to the store, or this pod has not got the rotated keys yet",
+                    f"the rendezvous store says that its key is {public:.60}, which {self._accepted_keys} does not "
+                    "have: another process wrote to the store, or this pod has not got the rotated keys yet",
                 )
             time.sleep(min(KEY_LOOK_SECONDS, max(0.0, until - time.monotonic())))
 
     def connect(self, rank: int) -> zmq.Socket[bytes]:
-        """A PUSH to `rank`, after wait_for_all()."""
+        """A PUSH socket to `rank`, after wait_for_all(). It never blocks."""
         address, public = self._peers[rank]
-        push = push_socket(self.context)
+        push = _socket(self.context, zmq.PUSH)
         if self._keys is not None:
             push.curve_publickey = self._keys.own.public
             push.curve_secretkey = self._keys.own.secret
@@ -135,33 +139,19 @@ class Meeting:
         push.connect(address)
         return push
 
+    def callback(self, _domain: str, key: bytes) -> bool:
+        """Whether a peer with this public key, in Z85, may connect. engine.pub may have two keys during a rotation."""
+        return self._accepted_keys is not None and _is_accepted(key, self._accepted_keys)
+
     def close(self) -> None:
-        """After the channel has closed its sockets."""
+        """Call it after the channel has closed its sockets."""
         if self._authenticator is not None:
             self._authenticator.stop()
         self.context.destroy(linger=0)
 
 
-class _Authenticator:
-    """Admits the keys of engine.pub, read at each handshake: it may hold two of them during a rotation."""
-
-    def __init__(self, directory: Path) -> None:
-        self._file = directory / "engine.pub"
-
-    @classmethod
-    def start(cls, context: zmq.Context[zmq.Socket[bytes]], directory: Path) -> ThreadAuthenticator:
-        authenticator = ThreadAuthenticator(context)
-        authenticator.start()
-        authenticator.configure_curve_callback(domain="*", credentials_provider=cls(directory))
-        return authenticator
-
-    def callback(self, _domain: str, key: bytes) -> bool:
-        """Whether a peer with this public key, in Z85, is of the engine."""
-        return _is_admitted(key, self._file)
-
-
-def _is_admitted(key: bytes, file: Path) -> bool:
-    """No key is accepted while a file cannot be read; the calling thread continues."""
+def _is_accepted(key: bytes, file: Path) -> bool:
+    """Whether `file` has this key. No key is accepted while the file cannot be read."""
     try:
         return key in file.read_bytes().split()
     except OSError as error:
@@ -169,8 +159,21 @@ def _is_admitted(key: bytes, file: Path) -> bool:
         return False
 
 
+def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
+    """A socket without a limit on queued messages, which closes silent connections."""
+    socket = context.socket(kind)
+    for option, value in (
+        (zmq.SNDHWM if kind == zmq.PUSH else zmq.RCVHWM, 0),
+        (zmq.LINGER, 0),
+        (zmq.HEARTBEAT_IVL, int(BEAT_SECONDS * 1000)),
+        (zmq.HEARTBEAT_TIMEOUT, int(SILENCE_SECONDS * 1000)),
+    ):
+        socket.setsockopt(option, value)
+    return socket
+
+
 def _own_address(identity: RankIdentity) -> str:
-    """Of the interface that leads to rank 0."""
+    """The address of the interface that leads to rank 0."""
     if identity.address in (LOOPBACK, "localhost"):
         return LOOPBACK
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -1,12 +1,16 @@
-"""Which part of a model one rank holds. Plain numbers: no torch, no communication.
+"""Which rank this process is, and which part of a model a rank holds. Numbers only: no torch, no communication.
 
 Ranks of an engine are numbered tensor first, then expert, then pipeline, as in Megatron-Core: ranks of one tensor
-group, which talk most, are neighbours.
+group, which exchange the most data, are neighbours.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+
+RENDEZVOUS_PORT = 29500
 
 
 class IndivisibleError(ValueError):
@@ -15,7 +19,7 @@ class IndivisibleError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelSizes:
-    """How an engine is spread over ranks."""
+    """The number of ranks in each dimension of an engine."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -142,7 +146,7 @@ def _part(size: int, index: int, parts: int) -> range:
 
 
 def _divisors(size: int) -> str:
-    """Sizes worth choosing, in words."""
+    """The divisors of `size` up to 64, for an error message."""
     found = [number for number in range(1, min(size, 64) + 1) if size % number == 0]
     return ", ".join(map(str, found[:-1])) + f" or {found[-1]}" if len(found) > 1 else "1"
 
@@ -150,3 +154,85 @@ def _divisors(size: int) -> str:
 def _fitting(wanted: int, num_kv_heads: int) -> str:
     below = wanted // num_kv_heads * num_kv_heads
     return f"{below} or {below + num_kv_heads}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIdentity:
+    """One rank.
+
+    rank, world:             of the engine.
+    local_rank, local_world: of this machine or pod.
+    address, port:           where rank 0 listens.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    address: str
+    port: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeIdentity:
+    """This machine or pod among those of the engine. A single node has port None: it picks a free one."""
+
+    node_rank: int = 0
+    nodes: int = 1
+    ranks_per_node: int
+    address: str = "127.0.0.1"
+    port: int | None = None
+
+
+def rank_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> RankIdentity | None:
+    """This process's rank from the environment variables of torchrun, the launcher or a pod of one rank.
+
+    Returns None if the ranks of this node have not been started yet. Raises IndivisibleError if the variables describe
+    an engine of another size.
+    """
+    node = node_identity(sizes, environment)
+    if "RANK" in environment:
+        rank, local_rank, local_world = (
+            int(environment.get(name, default))
+            for name, default in (("RANK", "0"), ("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1"))
+        )
+        _check_world(sizes, int(environment.get("WORLD_SIZE", str(sizes.world))))
+    elif node.nodes > 1 and node.ranks_per_node == 1:
+        rank, local_rank, local_world = node.node_rank, 0, 1
+    else:
+        return None
+    return RankIdentity(
+        rank=rank,
+        world=sizes.world,
+        local_rank=local_rank,
+        local_world=local_world,
+        address=environment.get("MASTER_ADDR", node.address),
+        port=int(environment.get("MASTER_PORT", RENDEZVOUS_PORT)),
+    )
+
+
+def node_identity(sizes: ParallelSizes, environment: Mapping[str, str] = os.environ) -> NodeIdentity:
+    """This node, from NNODES, NODE_RANK, NPROC_PER_NODE, MASTER_ADDR and MASTER_PORT.
+
+    Raises IndivisibleError if the nodes do not hold all ranks.
+    """
+    nodes = int(environment.get("NNODES", "1"))
+    if nodes == 1:
+        return NodeIdentity(ranks_per_node=sizes.world)
+    per_node = int(environment.get("NPROC_PER_NODE", str(max(1, sizes.world // nodes))))
+    _check_world(sizes, nodes * per_node)
+    return NodeIdentity(
+        node_rank=int(environment.get("NODE_RANK", "0")),
+        nodes=nodes,
+        ranks_per_node=per_node,
+        address=environment["MASTER_ADDR"],
+        port=int(environment.get("MASTER_PORT", RENDEZVOUS_PORT)),
+    )
+
+
+def _check_world(sizes: ParallelSizes, world: int) -> None:
+    if world != sizes.world:
+        raise IndivisibleError(
+            f"{world} ranks were started, tensor {sizes.tensor} x pipeline {sizes.pipeline} x expert {sizes.expert} "
+            f"is {sizes.world}: make NNODES x NPROC_PER_NODE (torchrun: --nnodes x --nproc-per-node) equal to it"
+        )

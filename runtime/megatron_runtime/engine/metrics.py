@@ -1,4 +1,4 @@
-"""What an engine tells Prometheus, read at the moment of the scrape. Names are listed in docs/serve.md."""
+"""Prometheus metrics of an engine, read at the moment of the scrape. docs/serve.md lists the names."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from itertools import accumulate
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from megatron_runtime.engine.engine_request import EngineStats, StepSizes
-from megatron_runtime.engine.engine_thread import EngineThread
+from megatron_runtime.engine.engine_request import BackendStats, StepSizes
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.protocol.headers import SIGNALS
 from megatron_runtime.protocol.lifecycle import EngineState
@@ -32,8 +31,7 @@ _COUNTERS = {
 class EngineMetrics(Collector):
     """Metrics `megatron_*`, and vLLM's names for those that it has too."""
 
-    def __init__(self, thread: EngineThread, lifecycle: Lifecycle, stats: Callable[[], EngineStats]) -> None:
-        self._thread = thread
+    def __init__(self, lifecycle: Lifecycle, stats: Callable[[], BackendStats]) -> None:
         self._lifecycle = lifecycle
         self._stats = stats
 
@@ -46,9 +44,9 @@ class EngineMetrics(Collector):
                 yield CounterMetricFamily(prefix + name, text, value=getattr(stats, attribute))
             yield _step_sizes(prefix + "iteration_tokens_total", stats.step_sizes)
             yield self._sleep_state(prefix + "engine_sleep_state")
-        yield CounterMetricFamily("megatron_engine_steps", "engine steps", value=self._thread.steps)
-        if self._thread.last_step is not None:
-            age = time.monotonic() - self._thread.last_step
+        yield CounterMetricFamily("megatron_engine_steps", "engine steps", value=stats.steps)
+        if stats.last_step is not None:
+            age = time.monotonic() - stats.last_step
             yield GaugeMetricFamily("megatron_seconds_since_last_step", "since the last step ended", value=age)
         yield GaugeMetricFamily("megatron_generation_epoch", "epoch of the weights", value=self._lifecycle.epoch)
         state = GaugeMetricFamily("megatron_engine_state", "1 for the state the engine is in", labels=["state"])
@@ -69,7 +67,7 @@ class EngineMetrics(Collector):
         yield seconds
 
     def _sleep_state(self, name: str) -> Metric:
-        """In vLLM's words; its level 1 does not occur here: weights are given back or stay where they are."""
+        """vLLM's metric. Its level 1 does not occur here: weights are released or stay where they are."""
         sleeps = self._lifecycle.state is EngineState.SUSPENDED
         family = GaugeMetricFamily(name, "1 for what an engine that is suspended holds", labels=["sleep_state"])
         for state, is_so in (("awake", not sleeps), ("weights_offloaded", False), ("discard_all", sleeps)):

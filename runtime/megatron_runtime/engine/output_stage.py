@@ -1,6 +1,6 @@
 """From engine steps to messages: stop texts, partials grouped by destination, finals.
 
-Tokens that may be part of a stop text are held back; what was sent is never taken back.
+Tokens that may be part of a stop text are held back: a token that was sent stays sent.
 """
 
 from __future__ import annotations
@@ -8,19 +8,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
+from megatron_runtime.engine.backend import Detokenizer
 from megatron_runtime.engine.engine_request import RequestOutput, RequestSummary, TopLogProbs
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.protocol.messages import Dispatch, Final, Frames, Partial, PartialEntry, pack, tokens_to_bytes
 from megatron_runtime.requests.errors import serialize_error
 from megatron_runtime.requests.sampling_params import InvalidSamplingParamsError, SamplingParams
-
-
-class Detokenizer(Protocol):
-    """Text of one growing sequence of tokens; an unfinished character is kept back."""
-
-    def feed(self, ids: Iterable[int]) -> str: ...
 
 
 @dataclass(slots=True)
@@ -44,7 +39,7 @@ class StopMatcher:
         """Length of the text after each token."""
 
     def skip(self, tokens: Iterable[int]) -> None:
-        """Take in tokens that were sent before: they are known not to complete a stop text."""
+        """Take in tokens that were sent before: they do not complete a stop text."""
         for token in tokens:
             self._append(token)
 
@@ -60,7 +55,7 @@ class StopMatcher:
         return StopText(stop, at)
 
     def releasable(self) -> int:
-        """How many tokens, from the first, lie wholly before any text that could begin a stop."""
+        """Return how many tokens, from the first, end before any text that could begin a stop text."""
         limit = len(self.text) - self._hold
         count = len(self._ends)
         while count and self._ends[count - 1] > limit:
@@ -74,8 +69,8 @@ class StopMatcher:
 
 @dataclass(slots=True)
 class LogProbDetails:
-    """Log-probabilities of one request, by token id. `first` is the number of the first token they tell about: those
-    before it were generated, and reported, elsewhere.
+    """Log-probabilities of one request. `first` is the index of the first token that they are of: another engine
+    generated and reported those before it.
     """
 
     first: int
@@ -91,7 +86,7 @@ class LogProbDetails:
             self.prompt, self.prompt_top = output.prompt_log_probs, output.prompt_top_n_logprobs
 
     def of_partial(self, start: int, stop: int) -> dict[str, Any]:
-        """The extras of tokens `start` to `stop`; with a request's first ones come those of its prompt."""
+        """Return the extras of tokens `start` to `stop`, with those of the prompt if they are the first ones."""
         part = slice(start - self.first, stop - self.first)
         extras: dict[str, Any] = {"log_probs": self.chosen[part]}
         if self.top:
@@ -114,16 +109,16 @@ class LogProbDetails:
 
 
 def error_map(code: ErrorCode, error: BaseException | str) -> dict[str, Any]:
-    """The `error` of a reply: what happened, and which parameter was at fault where one was."""
+    """Return the `error` of a reply: what happened, and the parameter at fault if there is one."""
     if isinstance(error, str):
         return {"code": int(code), "type": code.name, "message": error}
-    told = {"code": int(code), **serialize_error(error)}
+    described = {"code": int(code), **serialize_error(error)}
     if isinstance(error, InvalidSamplingParamsError):
-        told["field"] = error.field
-    return told
+        described["field"] = error.field
+    return described
 
 
-def _told(summary: RequestSummary) -> dict[str, Any]:
+def _described(summary: RequestSummary) -> dict[str, Any]:
     return {
         "queue_seconds": summary.queue_seconds,
         "prefill_seconds": summary.prefill_seconds,
@@ -136,7 +131,7 @@ def _told(summary: RequestSummary) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class OpenRequest:
-    """A dispatch under way, as the output stage sees it. `tokens` holds every generated token from the first."""
+    """A dispatch in progress. `tokens` holds every generated token from the first."""
 
     dispatch: Dispatch
     params: SamplingParams
@@ -149,8 +144,8 @@ class OpenRequest:
 class OutputStage:
     """Requests open on this engine, by dispatch id.
 
-    send:          hands the frames of a message to the coordinator. False: it takes none of that size.
-    finish_early:  tells the engine that a request ended by a stop text.
+    send:          sends the frames of a message to the coordinator; returns False if the message is too large.
+    finish_early:  aborts a request, which ended by a stop text, in the engine.
     """
 
     def __init__(
@@ -193,13 +188,13 @@ class OutputStage:
             self.idle.set()
 
     def refuse(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
-        """End a request that was never begun."""
+        """End a request that was never begun with an error."""
         self.forget(dispatch.dispatch_id)
         reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}
         self._send(Final(dispatch.dispatch_id, dispatch.uid, dispatch.generated, pack(reply)).to_frames())
 
     def step(self, outputs: Iterable[RequestOutput]) -> None:
-        """Take what one engine step produced: one PARTIAL per destination, then the finals, which carry the rest."""
+        """Send what one engine step produced: one PARTIAL per destination, then the finals, which carry the rest."""
         partials: dict[int, list[tuple[OpenRequest, int]]] = {}
         finals: list[tuple[OpenRequest, RequestOutput, StopText | None]] = []
         for output in outputs:
@@ -258,7 +253,7 @@ class OutputStage:
             "num_cached_tokens": output.num_cached_tokens,
         }
         if output.summary is not None:
-            reply.update(_told(output.summary))
+            reply.update(_described(output.summary))
         if found is not None and request.matcher is not None:
             keep = len(found.text) if request.params.detokenize_stop_sequence else 0
             reply["generated_text"] = request.matcher.text[: found.end + keep]

@@ -1,4 +1,4 @@
-"""What one engine process is told at start. No torch."""
+"""Settings of one engine process. No torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from megatron_runtime.distributed.shard import ParallelSizes
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,9 +18,10 @@ class EngineSettings:
     name:              stable identity of this engine; the same after a restart.
     model:             model reference: "builtin:NAME", "hf:ORG/NAME[@REVISION]", a GGUF file, or a directory.
     model_format:      "Auto", or the only format that is accepted: "GGUF", "SafeTensors" or "TorchDist".
-    executor:          "torch" runs the model; "echo" answers from a hash of the tokens, for tests of everything else.
+    executor:          the backend: "torch" runs the model, "echo" answers with a hash of the tokens, for tests of all
+                       other parts.
     device:            "auto" takes a GPU where there is one, "cpu", "cuda".
-    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", on a processor "int8" and "int4", too.
+    dtype:             "auto", "float32", "bfloat16"; on a GPU "float16", on a CPU "int8" and "int4", too.
     max_sequence_length: prompt + generated tokens of one request; None means what the model was made for.
     max_requests:      requests generated at once.
     max_tokens:        most tokens of one step.
@@ -27,22 +29,22 @@ class EngineSettings:
     kv_cache_memory:   bytes of the KV cache; an echo engine takes 16 MiB at most.
     batch_invariant:   answers in float32 do not depend on what runs beside them; see InferenceConfig.
     prefix_caching:    requests share the KV of equal prefixes.
-    prefix_eviction:   "lru" keeps blocks that nobody holds until their memory is needed; "ref_zero" forgets them.
+    prefix_eviction:   "lru" keeps blocks that no request holds until their memory is needed; "ref_zero" forgets them.
     kv_cache_mode:     what a suspend does with the KV cache: "persist" keeps it, "offload" moves what is in use to host
                        memory, "recompute" drops it.
     block_size_tokens: granularity of block hashes and of the prefix cache, in tokens.
-    model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: not said.
+    model_hash:        hash of the model that requests must be made for, up to 128 characters; empty: any.
     revision:          hash of what this engine was rendered from; shown in the status.
     health_port:       HTTP probes and metrics; None leaves them out, 0 picks a free port.
     keys_dir:          directory of engine.key, engine.pub and server.pub; None means no encryption.
     threads:           torch threads of all ranks of this machine or pod together; None leaves torch's choice.
     parallel:          over how many ranks the engine is spread.
     rendezvous_seconds: how long ranks wait for each other at the start.
-    step_timeout_seconds: a step in which no rank gets on for so long ends an engine of several ranks.
+    step_timeout_seconds: a step in which no rank makes progress for so long ends an engine of several ranks.
     echo_step_seconds: how long a step of the echo executor takes.
     echo_ranks:        simulated ranks of the echo executor; each acknowledges every verb.
-    echo_faults:       what goes wrong in an echo engine; see faults.py.
-    drain_seconds:     after SIGTERM, time to finish what is in flight before it is handed over.
+    echo_faults:       faults of an echo engine; see backends/echo/faults.py.
+    drain_seconds:     after SIGTERM, time to finish the requests in flight before they are handed over.
     """
 
     coordinator: str
@@ -74,3 +76,18 @@ class EngineSettings:
     echo_ranks: int = 1
     echo_faults: tuple[str, ...] = ()
     drain_seconds: float = 60.0
+
+    @property
+    def inference_config(self) -> InferenceConfig:
+        """What the engine's core takes of them."""
+        return InferenceConfig(
+            max_requests=self.max_requests,
+            max_tokens=max(self.max_tokens, self.max_requests),
+            max_sequence_length=self.max_sequence_length,
+            enable_chunked_prefill=self.chunked_prefill,
+            batch_invariant=self.batch_invariant,
+            enable_prefix_caching=self.prefix_caching,
+            prefix_caching_eviction_policy=PrefixCachingEvictionPolicy(self.prefix_eviction),
+            kv_cache_management_mode=KVCacheManagementMode(self.kv_cache_mode),
+            block_size_tokens=self.block_size_tokens,
+        )

@@ -24,7 +24,7 @@ LANDED: dict[tuple[EngineState, EngineState], EngineState] = {
     (_S.RESUMING, _S.PAUSED): _S.RESUMED,
     (_S.STOPPING, _S.STOPPED): _S.STOPPED,
 }
-"""What has been reached once more by a step from one state to another."""
+"""The event that a change from one state to another reaches again."""
 
 
 class StateEvents:
@@ -62,8 +62,8 @@ class StateEvents:
         return self._times[self._check(state)]
 
     def has_reached(self, state: EngineState, *, times: int | None = None) -> bool:
-        """Whether the event of `state` is set, or signals have led there so often, even if later ones have led on: who
-        is slow to ask must not wait for ever.
+        """Whether the event of `state` is set, or signals have led there so often. The second is for a caller that asks
+        late, when later signals have changed the state again.
         """
         return self.is_set(state) or (times is not None and self._times[state] >= times)
 

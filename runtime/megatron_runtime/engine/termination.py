@@ -1,4 +1,4 @@
-"""The last words of a process, where the status of its container shows them."""
+"""The termination message of a process, which the status of its container shows."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ TERMINATION_CHARACTERS = 2000
 
 
 def write_termination_message(failure: BaseException, path: Path = TERMINATION_LOG) -> None:
-    """Tell the container's status why this process ends, where there is a container: one line of JSON.
+    """Write why this process ends to the container's termination message, if there is a container: one line of JSON.
 
     reason: `failure.reason`, or its type; rank: `failure.rank`, or 0; remedy: `failure.remedy`, if it has one.
     """
-    told = {
+    message = {
         "reason": getattr(failure, "reason", None) or type(failure).__name__,
         "rank": getattr(failure, "rank", 0),
         "message": str(failure)[:TERMINATION_CHARACTERS],
@@ -24,4 +24,4 @@ def write_termination_message(failure: BaseException, path: Path = TERMINATION_L
     }
     with contextlib.suppress(OSError):
         if path.exists():
-            path.write_text(json.dumps(told) + "\n")
+            path.write_text(json.dumps(message) + "\n")

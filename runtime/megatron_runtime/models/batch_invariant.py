@@ -1,7 +1,16 @@
-"""The decoder in float32 whose results for one token do not depend on the tokens computed beside it, bit for bit."""
+"""A float32 decoder whose results for one token do not depend on the tokens computed beside it, bit for bit.
+
+A library chooses the order of a sum by the shapes it gets. So matrix products here use shapes that a test at load time
+shows to give equal rows, attention is one product of one shape for each token and split of positions, and elementwise
+functions are applied to rows whose length is a multiple of every vector width.
+
+T tokens, R rows of a product, H query heads, K key-value heads, G = H / K, D size of a head, S positions, X tokens of a
+page, E = 2 K D.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 
@@ -10,7 +19,144 @@ import torch.nn.functional as F
 
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
-from megatron_runtime.models.layers.batch_invariant import BatchInvariantAttention, by_rows
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
+from megatron_runtime.models.layers.paged_attention import DecodeGroup, PagedAttention, PrefillChunk
+
+ROWS = (64, 32, 16, 8, 4, 2, 1)
+"""Row counts that a product may use, if they give the same rows as the first count."""
+
+SPLIT = 256
+"""Positions that one product of the attention covers."""
+
+_SERIAL = 32_768
+"""From this many values on, torch divides an elementwise function among threads, at any boundary."""
+_VECTORS = 64
+"""A multiple of the number of values in a vector, for all instruction sets."""
+
+
+class BatchInvariantLinear(Linear):
+    """A Linear that multiplies only by row counts that gave equal bits when it was made."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.out_features, self.in_features = linear.out_features, linear.in_features
+        self._linear = linear
+        self._rows = equal_rows(linear, linear.in_features)
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        count = len(x_TK)
+        if count in self._rows:
+            return self._linear(x_TK)
+        smallest = self._rows[-1]
+        x_RK = F.pad(x_TK, (0, 0, 0, -count % smallest))
+        parts, start = [], 0
+        while start < len(x_RK):
+            rows = next(rows for rows in self._rows if rows <= len(x_RK) - start)
+            parts.append(self._linear(x_RK[start : start + rows]))
+            start += rows
+        return torch.cat(parts)[:count]
+
+    def dense(self) -> torch.Tensor:
+        return self._linear.dense()
+
+
+def equal_rows(product: Callable[[torch.Tensor], torch.Tensor], width: int) -> tuple[int, ...]:
+    """Row counts for which `product` gives a row the same bits, at any index; descending, whole multiples of the last.
+
+    product: of x_RK [R, width] to y_RN. Returns (1,) if no larger count qualifies.
+    """
+    generator = torch.Generator().manual_seed(0)
+    x_RK = torch.randn(ROWS[0], width, generator=generator)
+    y_RN = product(x_RK)
+    if not torch.equal(product(x_RK.roll(1, 0)).roll(-1, 0), y_RN):
+        return (1,)
+    return tuple(rows for rows in ROWS if torch.equal(product(x_RK[:rows].contiguous()), y_RN[:rows]))
+
+
+class BatchInvariantLinears(DenseLinears):
+    """Implements LinearFactory."""
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        return BatchInvariantLinear(super().linear(weight_NK))
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        embedding, head_VD = super().tied(weight_VD)
+        return embedding, BatchInvariantLinear(head_VD)
+
+
+def by_rows(function: Callable[[torch.Tensor], torch.Tensor], x_TF: torch.Tensor) -> torch.Tensor:
+    """Apply an elementwise function to whole vectors only: the scalar code for a remainder differs in the last bit."""
+    width = x_TF.shape[1]
+    whole_TF = F.pad(x_TF, (0, -width % _VECTORS))
+    rows = max(1, (_SERIAL - 1) // whole_TF.shape[1])
+    return torch.cat([function(part.contiguous()) for part in whole_TF.split(rows)])[:, :width]
+
+
+class BatchInvariantAttention(PagedAttention):
+    """Sums over positions in splits, counted from position 0, for each token separately."""
+
+    def _decode(self, q_THD: torch.Tensor, cache_PXE: torch.Tensor, group: DecodeGroup) -> torch.Tensor:
+        q_BHD = q_THD[group.rows]
+        pages_BP = group.pages.view(len(q_BHD), -1)
+        mask_BS = group.mask_B11S[:, 0, 0]
+        split = SPLIT // cache_PXE.shape[1]
+        sums = _Sums(q_BHD, kv_heads=self._kv_heads, scale=self._scale)
+        for pages, mask in zip(pages_BP.split(split, 1), mask_BS.split(SPLIT, 1), strict=True):
+            kv_BSE = cache_PXE.index_select(0, pages.reshape(-1)).view(len(q_BHD), -1, cache_PXE.shape[2])
+            sums.add(kv_BSE, mask)
+        return sums.result()
+
+    def _prefill(
+        self, q_THD: torch.Tensor, kv_TE: torch.Tensor, cache_PXE: torch.Tensor, chunk: PrefillChunk
+    ) -> torch.Tensor:
+        q_THD = q_THD[chunk.rows]
+        kv_SE = kv_TE[chunk.rows] if chunk.pages is None else cache_PXE.index_select(0, chunk.pages).flatten(0, 1)
+        mask_TS = chunk.mask_TS
+        if mask_TS is None:
+            mask_TS = torch.full((len(q_THD), len(kv_SE)), -math.inf).triu_(1)
+        sums = _Sums(q_THD, kv_heads=self._kv_heads, scale=self._scale)
+        for kv, mask in zip(kv_SE.split(SPLIT), mask_TS.split(SPLIT, 1), strict=True):
+            sums.add(kv[None], mask)
+        return sums.result()
+
+
+class _Sums:
+    """softmax(scale q k^T) v of every token, over the positions added so far."""
+
+    def __init__(self, q_THD: torch.Tensor, *, kv_heads: int, scale: float | None) -> None:
+        tokens, heads, size = q_THD.shape
+        scaled_THD = q_THD * (size**-0.5 if scale is None else scale)
+        self._q_KTGD = scaled_THD.view(tokens, kv_heads, heads // kv_heads, size).transpose(0, 1).contiguous()
+        self._values_KTGD = torch.zeros_like(self._q_KTGD)
+        # As wide as a head: elementwise functions are applied to whole rows.
+        self._weight_KTGD = torch.zeros_like(self._q_KTGD)
+        self._largest_KTGD = torch.full_like(self._q_KTGD, -math.inf)
+
+    def add(self, kv_BSE: torch.Tensor, mask_TS: torch.Tensor) -> None:
+        """Add keys and values of each token, or of all, at up to SPLIT positions; every token sees the first split."""
+        missing = SPLIT - mask_TS.shape[1]
+        mask_TS = F.pad(mask_TS, (0, missing), value=-math.inf)
+        kv_heads, tokens, _, size = self._q_KTGD.shape
+        kv_JKBSD = F.pad(kv_BSE, (0, 0, 0, missing)).unflatten(2, (2, kv_heads, size)).permute(2, 3, 0, 1, 4)
+        k_KTSD, v_KTSD = kv_JKBSD.contiguous().expand(-1, -1, tokens, -1, -1)
+        heads = range(kv_heads)
+        scores_KTGS = torch.stack([torch.bmm(self._q_KTGD[head], k_KTSD[head].transpose(1, 2)) for head in heads])
+        scores_KTGS += mask_TS[:, None]
+        largest_KTGD = torch.maximum(self._largest_KTGD, scores_KTGS.amax(-1, keepdim=True))
+        weights_KTGS = _exp(scores_KTGS - largest_KTGD[..., :1])
+        kept_KTGD = _exp(self._largest_KTGD - largest_KTGD)
+        self._weight_KTGD.mul_(kept_KTGD).add_(weights_KTGS.sum(-1, keepdim=True))
+        self._values_KTGD.mul_(kept_KTGD)
+        self._values_KTGD += torch.stack([torch.bmm(weights_KTGS[head], v_KTSD[head]) for head in heads])
+        self._largest_KTGD = largest_KTGD
+
+    def result(self) -> torch.Tensor:
+        """[T, H * D]."""
+        return (self._values_KTGD / self._weight_KTGD).transpose(0, 1).flatten(1)
+
+
+def _exp(x_KTGN: torch.Tensor) -> torch.Tensor:
+    return by_rows(torch.exp, x_KTGN.flatten(0, 2)).reshape(x_KTGN.shape)
+
 
 _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -19,7 +165,7 @@ _ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class BatchInvariantDecoder(DecoderModel):
-    """The decoder of all of a model on one rank. Its matrices are those of BatchInvariantLinears.
+    """The decoder of a whole model on one rank. Its matrices are those of BatchInvariantLinears.
 
     Raises ValueError for a model with sliding windows.
     """

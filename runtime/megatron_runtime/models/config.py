@@ -1,4 +1,4 @@
-"""What distinguishes one decoder from another, as plain data. No torch: schedulers and tools read it as well."""
+"""The configuration of a decoder, as plain data. Imports no torch: schedulers and tools read it as well."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu_tanh"]
+
+
+class UnsupportedModelError(ValueError):
+    """The files are readable but hold a model that this runtime does not run. The message names the field or tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +34,11 @@ RopeScaling = Llama3Scaling | LinearScaling
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlidingWindow:
-    """Some layers see only the last tokens.
+    """The attention of some layers is limited to the last tokens.
 
-    window:     how many, the token itself among them.
-    is_local:   by layer; the others see everything.
-    rope_theta: of the local layers, whose rotary frequencies are never scaled; None means the model's own rotation.
+    window:     number of tokens, including the current one.
+    is_local:   by layer; the other layers attend to all tokens.
+    rope_theta: of the local layers, without scaling; None means that of the model.
     """
 
     window: int
@@ -44,9 +48,9 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoEConfig:
-    """A mixture of experts takes the place of the feed-forward in all layers but `dense_layers`.
+    """A mixture of experts replaces the feed-forward in all layers except `dense_layers`.
 
-    normalize: the weights of a token's chosen experts add up to one.
+    normalize: the weights of a token's chosen experts are scaled to a sum of one.
     """
 
     num_experts: int
@@ -60,11 +64,11 @@ class MoEConfig:
 class ModelConfig:
     """Sizes, constants and traits of a decoder.
 
-    family:             whose names and configuration files it has: a key of `families.FAMILIES`.
-    eos_token_ids:      end a request unless it says otherwise.
-    norm_weight_offset: added to every norm's stored weight.
-    output_norms:       what attention and feed-forward give is normed before it is added.
-    embedding_scale:    embeddings are multiplied by it.
+    family:             determines the names of tensors and configuration fields: a key of `families.FAMILIES`.
+    eos_token_ids:      end a request unless the request has others.
+    norm_weight_offset: added to the stored weight of every norm.
+    output_norms:       the outputs of attention and feed-forward are normalized before they are added.
+    embedding_scale:    factor of the embeddings.
     query_scale:        factor of q·k; None means head_dim ** -0.5.
     """
 
@@ -95,7 +99,7 @@ class ModelConfig:
 
     @property
     def kv_elements_per_token(self) -> int:
-        """Keys and values of all layers for one token."""
+        """Number of key and value elements of all layers for one token."""
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim
 
     @property
@@ -104,9 +108,9 @@ class ModelConfig:
         return self.head_dim**-0.5 if self.query_scale is None else self.query_scale
 
     def is_local(self, layer: int) -> bool:
-        """Whether `layer` sees only the last tokens."""
+        """Return whether `layer` has a sliding window."""
         return self.sliding is not None and self.sliding.is_local[layer]
 
     def is_mixture(self, layer: int) -> bool:
-        """Whether `layer` has experts."""
+        """Return whether `layer` has experts."""
         return self.moe is not None and layer not in self.moe.dense_layers

@@ -1,4 +1,4 @@
-"""One decoder for all families, over a paged KV cache. What differs between them is data: `config.ModelConfig`.
+"""One decoder for all model families, over a paged KV cache. `config.ModelConfig` holds what differs between families.
 
 Shapes: T tokens of a step, N rows whose next token is wanted, D hidden, V vocabulary, W this rank's part of it,
 L layers, P pages, X tokens of a page, E = keys and values of one token, H query heads, K key-value heads, C size of a
@@ -12,22 +12,29 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.distributed.collectives import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives, OneRank
 from megatron_runtime.distributed.shard import Shard
-from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.layers.embedding import Embedding
-from megatron_runtime.models.layers.linear import Linear
+from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.layers.linear import Embedding, Linear
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, PagedAttention
 from megatron_runtime.models.layers.rotary import Rotation, inverse_frequencies, rotation
-from megatron_runtime.models.mixture import ExpertWeights, mix
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedForward:
-    """`gate_up_FD` is fused: one product. Each expert of a mixture is one of these."""
+    """`gate_up_FD` is fused into one product. Each expert of a mixture is a FeedForward."""
 
     gate_up_FD: Linear
     down_DF: Linear
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertWeights:
+    """A mixture of experts. router_XD: of all experts. experts: those of this rank, from number `first` on."""
+
+    router_XD: Linear
+    experts: tuple[FeedForward, ...]
+    first: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +55,7 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderWeights:
-    """What one rank holds. embedding: None but in the first pipeline stage; norm_D, head_WD: None but in the last."""
+    """The weights of one rank. Only the first pipeline stage has `embedding`, only the last `norm_D` and `head_WD`."""
 
     embedding: Embedding | None
     layers: tuple[LayerWeights, ...]
@@ -57,7 +64,7 @@ class DecoderWeights:
 
     @property
     def bytes_per_step(self) -> int:
-        """Of the matrices that every step reads, experts as if all were asked."""
+        """Bytes of the matrices that a step reads, if it uses every expert."""
         linears = [self.head_WD] if self.head_WD is not None else []
         for layer in self.layers:
             mlps = layer.mlp.experts if isinstance(layer.mlp, ExpertWeights) else (layer.mlp,)
@@ -66,11 +73,11 @@ class DecoderWeights:
         return sum(linear.num_bytes for linear in linears)
 
 
-class DecoderModel:
-    """A function of weights and cache: it holds no state of any request.
+class Decoder:
+    """What the decoders of all devices have in common.
 
-    shard:       which part of the model `weights` are.
-    collectives: how this rank speaks to the others.
+    shard:       the part of the model that `weights` are; None means all of it.
+    collectives: exchanges with the other ranks; None for one rank.
     """
 
     def __init__(
@@ -88,23 +95,52 @@ class DecoderModel:
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._layer_numbers = shard.layers(config.num_layers)
         self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
+        self._frequencies = self._local_frequencies = inverse_frequencies(
+            head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+        if config.sliding is not None and config.sliding.rope_theta is not None:
+            self._local_frequencies = inverse_frequencies(head_dim=config.head_dim, theta=config.sliding.rope_theta)
+
+    @property
+    def sliding_window(self) -> int | None:
+        """Tokens that a local layer attends to; None for a model without local layers."""
+        return None if self.config.sliding is None else self.config.sliding.window
+
+    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
+        """x_TD of tokens, in the first pipeline stage."""
+        embedding, vocab_size = self.weights.embedding, self.config.vocab_size
+        assert embedding is not None, "this rank is of a later pipeline stage"
+        held = self._shard.vocabulary(vocab_size)
+        if len(held) == vocab_size:
+            x_TD = embedding(token_ids_T)
+        else:  # the other tensor ranks hold the other rows of the table
+            is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
+            x_TD = embedding((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
+            x_TD = self._collectives.all_reduce(x_TD)
+        if self.config.embedding_scale == 1.0:
+            return x_TD
+        # Families that scale round the factor to the type of their activations.
+        return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
+
+
+class DecoderModel(Decoder):
+    """The decoder in torch operators. A function of weights and cache: it holds no state of any request."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: DecoderWeights,
+        *,
+        shard: Shard | None = None,
+        collectives: Collectives | None = None,
+    ) -> None:
+        super().__init__(config, weights, shard=shard, collectives=collectives)
         self._attention = PagedAttention(
             num_heads=self._heads,
             num_kv_heads=self._kv_heads,
             head_dim=config.head_dim,
             scale=config.attention_scale,
         )
-        self._frequencies = inverse_frequencies(
-            head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
-        )
-        self._local_frequencies = self._frequencies
-        if config.sliding is not None and config.sliding.rope_theta is not None:
-            self._local_frequencies = inverse_frequencies(head_dim=config.head_dim, theta=config.sliding.rope_theta)
-
-    @property
-    def sliding_window(self) -> int | None:
-        """Tokens that a local layer sees; None where all layers see everything."""
-        return None if self.config.sliding is None else self.config.sliding.window
 
     def __call__(
         self,
@@ -120,17 +156,6 @@ class DecoderModel:
         x_TD = self.run_layers(x_TD, positions_T, attention=attention, cache_LPXE=cache_LPXE)
         return self.finish(x_TD, rows_N)
 
-    def embed(self, token_ids_T: torch.Tensor) -> torch.Tensor:
-        """x_TD of tokens, in the first pipeline stage."""
-        embedding = self.weights.embedding
-        assert embedding is not None, "this rank is of a later pipeline stage"
-        held = self._shard.vocabulary(self.config.vocab_size)
-        x_TD = embed(embedding, token_ids_T, held, self.config.vocab_size, self._collectives)
-        if self.config.embedding_scale == 1.0:
-            return x_TD
-        # Families that scale round the factor to the type of their activations.
-        return x_TD * torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype)
-
     def run_layers(
         self,
         x_TD: torch.Tensor,
@@ -140,19 +165,16 @@ class DecoderModel:
         cache_LPXE: torch.Tensor,
     ) -> torch.Tensor:
         """Hidden states after this rank's layers, whose keys and values are in the cache then."""
-        turn = local_turn = rotation(positions_T, self._frequencies, x_TD.dtype)
+        in_full = rotation(positions_T, self._frequencies, x_TD.dtype), attention
+        in_window = in_full[0], attention.local or attention
         if self._local_frequencies is not self._frequencies:
-            local_turn = rotation(positions_T, self._local_frequencies, x_TD.dtype)
-        local = attention.local or attention
+            in_window = rotation(positions_T, self._local_frequencies, x_TD.dtype), in_window[1]
         for number, layer, cache_PXE, is_local in zip(
             self._layer_numbers, self.weights.layers, cache_LPXE, self._is_local, strict=True
         ):
             self._collectives.begin_layer(number)
             normed_TD = self._norm(x_TD, layer.attention_norm_D)
-            if is_local:
-                added_TD = self._attend(layer, normed_TD, local_turn, cache_PXE, local)
-            else:
-                added_TD = self._attend(layer, normed_TD, turn, cache_PXE, attention)
+            added_TD = self._attend(layer, normed_TD, cache_PXE, *(in_window if is_local else in_full))
             x_TD = x_TD + self._output_norm(added_TD, layer.attention_output_norm_D)
             added_TD = self._feed_forward(layer.mlp, self._norm(x_TD, layer.mlp_norm_D))
             x_TD = x_TD + self._output_norm(added_TD, layer.mlp_output_norm_D)
@@ -174,19 +196,19 @@ class DecoderModel:
         self,
         layer: LayerWeights,
         x_TD: torch.Tensor,
-        turn: Rotation,
         cache_PXE: torch.Tensor,
+        rotated: Rotation,
         attention: AttentionBatch,
     ) -> torch.Tensor:
-        heads, turned = self._heads, self._heads + self._kv_heads
+        heads, queries_and_keys = self._heads, self._heads + self._kv_heads
         qkv_TQ = layer.qkv_QD(x_TD)
         if layer.qkv_bias_Q is not None:
             qkv_TQ += layer.qkv_bias_Q
         heads_THC = qkv_TQ.unflatten(1, (-1, self.config.head_dim))
         if layer.q_norm_C is not None and layer.k_norm_C is not None:
             heads_THC[:, :heads] = self._norm(heads_THC[:, :heads], layer.q_norm_C)
-            heads_THC[:, heads:turned] = self._norm(heads_THC[:, heads:turned], layer.k_norm_C)
-        turn.apply_(heads_THC[:, :turned])
+            heads_THC[:, heads:queries_and_keys] = self._norm(heads_THC[:, heads:queries_and_keys], layer.k_norm_C)
+        rotated.apply_(heads_THC[:, :queries_and_keys])
         kv_TE = qkv_TQ[:, heads * self.config.head_dim :]
         out_TH = self._attention(heads_THC[:, :heads], kv_TE, cache_PXE, attention)
         return self._collectives.all_reduce(layer.output_DH(out_TH))
@@ -196,8 +218,31 @@ class DecoderModel:
             return self._collectives.all_reduce(self._gated(mlp, x_TD))
         assert self.config.moe is not None
         x_AD = self._collectives.gather_tokens(x_TD)
-        y_AD = mix(x_AD, mlp, self.config.moe, self._gated)
+        y_AD = self._mix(mlp, x_AD, self.config.moe)
         return self._collectives.all_reduce(self._collectives.scatter_sums(y_AD))
+
+    def _mix(self, weights: ExpertWeights, x_AD: torch.Tensor, moe: MoEConfig) -> torch.Tensor:
+        """What this rank's experts add to y_AD (Shazeer et al. 2017, arXiv:1701.06538), without capacity limits.
+
+        A tokens, X experts of the model, J experts of a token, S tokens of one expert, computed in one product.
+        """
+        share_AJ, expert_AJ = weights.router_XD(x_AD).float().softmax(dim=-1).topk(moe.experts_per_token, dim=-1)
+        if moe.normalize:
+            share_AJ = share_AJ / share_AJ.sum(dim=-1, keepdim=True)
+        # Choices in the order of their experts, so that the tokens of one expert lie together.
+        order = expert_AJ.flatten().argsort(stable=True)
+        counts = expert_AJ.flatten().bincount(minlength=moe.num_experts).tolist()
+        tokens, shares = order // moe.experts_per_token, share_AJ.flatten()[order].to(x_AD.dtype)
+        y_AD = torch.zeros_like(x_AD)
+        start = sum(counts[: weights.first])
+        for number, expert in enumerate(weights.experts, weights.first):
+            stop = start + counts[number]
+            if stop > start:
+                tokens_S = tokens[start:stop]
+                y_SD = self._gated(expert, x_AD.index_select(0, tokens_S))
+                y_AD.index_add_(0, tokens_S, y_SD * shares[start:stop, None])
+            start = stop
+        return y_AD
 
     def _gated(self, mlp: FeedForward, x_TD: torch.Tensor) -> torch.Tensor:
         gate_TF, up_TF = mlp.gate_up_FD(x_TD).chunk(2, dim=-1)
@@ -210,29 +255,3 @@ class DecoderModel:
 
     def _output_norm(self, x_TD: torch.Tensor, weight_D: torch.Tensor | None) -> torch.Tensor:
         return x_TD if weight_D is None else self._norm(x_TD, weight_D)
-
-
-def embed(
-    embedding: Embedding, token_ids_T: torch.Tensor, held: range, vocab_size: int, collectives: Collectives
-) -> torch.Tensor:
-    """x_TD of tokens, of which `embedding` has the rows `held`, and the other tensor ranks have the others."""
-    if len(held) == vocab_size:
-        return embedding(token_ids_T)
-    is_held_T = (token_ids_T >= held.start) & (token_ids_T < held.stop)
-    x_TD = embedding((token_ids_T - held.start).where(is_held_T, 0)) * is_held_T[:, None]
-    return collectives.all_reduce(x_TD)
-
-
-def build_decoder(
-    config: ModelConfig,
-    weights: DecoderWeights,
-    *,
-    shard: Shard | None = None,
-    collectives: Collectives | None = None,
-) -> DecoderModel:
-    """The model that runs `weights`: the only place that knows which forms of it there are."""
-    from megatron_runtime.models.native_decoder import NativeDecoder, runs_natively
-
-    if collectives is None and (shard is None or shard == Shard()) and runs_natively(config, weights):
-        return NativeDecoder(config, weights)
-    return DecoderModel(config, weights, shard=shard, collectives=collectives)

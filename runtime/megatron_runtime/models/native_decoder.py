@@ -1,9 +1,9 @@
-"""A decoder whose steps run compiled, from the plan of a step to logits."""
+"""A decoder whose steps run compiled, from the token ids of a step to logits; and the choice of a model's decoder."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -14,12 +14,11 @@ from megatron_kernels.cpu.sizes import PHASES_PER_LAYER, UNIT, least_scratch
 from megatron_kernels.cpu.step_buffers import Buffers
 from megatron_kernels.cpu.team import shared_team
 from megatron_kernels.cpu.tuning import tuning
+from megatron_runtime.distributed.groups import Collectives
+from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward
 from megatron_runtime.models.layers.compiled_linear import NativeLinear
-
-if TYPE_CHECKING:
-    from megatron_runtime.backends.native.executor import StepPlan
 
 Float32 = npt.NDArray[np.float32]
 _WORDS = {name: number for number, name in enumerate(STEP.names or ())}
@@ -27,9 +26,26 @@ _WORDS = {name: number for number, name in enumerate(STEP.names or ())}
 _ITEM_WORDS = len(ITEM.names or ())
 
 
+class PlannedTokens(Protocol):
+    """The tokens of a step plan, as backends.native.executor.StepPlan describes them."""
+
+    @property
+    def token_ids(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def positions(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def query_lengths(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def context_lengths(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def block_tables(self) -> npt.NDArray[np.int32]: ...
+    @property
+    def slot_mapping(self) -> npt.NDArray[np.int64]: ...
+
+
 @dataclass(frozen=True, slots=True)
-class _Room:
-    """What memory a step needs: for tokens, for rows of inputs, for the longest sequence in whole units."""
+class _BufferSizes:
+    """Sizes of a step's workspace: tokens, rows of inputs, and the longest sequence in whole units."""
 
     tokens: int
     rows: int
@@ -38,7 +54,7 @@ class _Room:
 
 
 def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
-    """Whether every matrix is packed, and every size is one that the compiled step takes."""
+    """Whether every matrix is packed and the compiled step supports every size."""
     head_dim = config.head_dim
     linears = [weights.head_WD]
     for layer in weights.layers:
@@ -50,7 +66,7 @@ def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
 
 
 class NativeDecoder(DecoderModel):
-    """The decoder of all of a model on one rank."""
+    """The decoder of a whole model on one rank."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
         super().__init__(config, weights)
@@ -67,17 +83,17 @@ class NativeDecoder(DecoderModel):
         self._counters = np.zeros(config.num_layers * PHASES_PER_LAYER + 1, dtype=np.int64)
         self._step = np.zeros(1, dtype=STEP)
         self._words: npt.NDArray[np.int64] = self._step.view(np.int64)
-        self._room: _Room | None = None
-        self._turns: dict[str, npt.NDArray[np.float32]] = {}
+        self._sizes: _BufferSizes | None = None
+        self._rotations: dict[str, npt.NDArray[np.float32]] = {}
         self._set_constants()
 
     def run_plan(
-        self, plan: StepPlan, cache_LPXE: torch.Tensor, logit_rows_N: npt.NDArray[np.int64]
+        self, plan: PlannedTokens, cache_LPXE: torch.Tensor, logit_rows_N: npt.NDArray[np.int64]
     ) -> tuple[torch.Tensor, Float32]:
-        """Compute the plan's tokens, in its order; their keys and values go into the cache.
+        """Compute the plan's tokens in their order, and write their keys and values to the cache.
 
-        Returns x_TD, hidden states after the last layer, and float32 [N, V], logits after the tokens asked for, which
-        the next step overwrites.
+        Returns x_TD, the hidden states after the last layer, and float32 [N, V], the logits after the tokens
+        `logit_rows_N`, which the next step overwrites.
         """
         tokens, logits, config = len(plan.token_ids), len(logit_rows_N), self.config
         x_TD = self.embed(torch.from_numpy(plan.token_ids))
@@ -98,8 +114,8 @@ class NativeDecoder(DecoderModel):
             "logit_rows": logit_rows_N,
         }
         context = -(-int(lengths.max()) // UNIT) * UNIT
-        self._make_room(_Room(tokens, max(tokens, logits), context, has_prompts=len(counts) < tokens))
-        self._make_turns(int(plan.positions.max()) + 1)
+        self._resize_workspace(_BufferSizes(tokens, max(tokens, logits), context, has_prompts=len(counts) < tokens))
+        self._extend_rotations(int(plan.positions.max()) + 1)
         size = cache_LPXE.element_size()
         self._set(
             {name: _address(array) for name, array in arrays.items()}
@@ -120,52 +136,52 @@ class NativeDecoder(DecoderModel):
         return x_TD, logits_NV
 
     def _set(self, values: dict[str, int]) -> None:
-        """Words of the step's record: by number, for a field's name costs numpy more than its value."""
+        """Set words of the step's record by number: numpy's access by field name costs more than the assignment."""
         for name, value in values.items():
             self._words[_WORDS[name]] = value
 
-    def _make_room(self, room: _Room) -> None:
-        """Memory for what is in between; what it was for the step before serves for one of the same size."""
-        if room == self._room:
+    def _resize_workspace(self, sizes: _BufferSizes) -> None:
+        """Provide the workspace of a step; a step of the same sizes as the last one uses the same memory."""
+        if sizes == self._sizes:
             return
         config, floats = self.config, self._buffers.floats
         query = config.num_heads * config.head_dim
         width = max(config.hidden_size, query, config.intermediate_size)
         group = config.num_heads // config.num_kv_heads
         scratch = least_scratch(
-            room.context,
+            sizes.context,
             group=group,
             head_dim=config.head_dim,
             inputs=config.hidden_size,
-            has_prompts=room.has_prompts,
+            has_prompts=sizes.has_prompts,
         )
         # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
         threads, private_rows = self._team.threads, self._tuning.private_rows
         arrays = {
-            "qkv": floats("qkv", room.tokens, query + 2 * config.num_kv_heads * config.head_dim),
-            "attended": floats("attended", room.tokens, query),
-            "gated": floats("gated", room.tokens, config.intermediate_size),
-            "added": floats("added", room.rows, config.hidden_size),
-            "shared_inputs": floats("shared_inputs", room.rows, row),
+            "qkv": floats("qkv", sizes.tokens, query + 2 * config.num_kv_heads * config.head_dim),
+            "attended": floats("attended", sizes.tokens, query),
+            "gated": floats("gated", sizes.tokens, config.intermediate_size),
+            "added": floats("added", sizes.rows, config.hidden_size),
+            "shared_inputs": floats("shared_inputs", sizes.rows, row),
             "thread_inputs": floats("thread_inputs", threads, private_rows, row),
             "scratch": floats("scratch", threads, scratch),
         }
         self._set({name: _address(array) for name, array in arrays.items()})
-        self._set({"width": width, "context": room.context, "scratch_stride": scratch * 4})
+        self._set({"width": width, "context": sizes.context, "scratch_stride": scratch * 4})
         self._set({"thread_inputs_stride": private_rows * row * 4})
-        self._room = room
+        self._sizes = sizes
 
-    def _make_turns(self, positions: int) -> None:
-        """cos and sin of all positions below, made for twice as many when there are more than ever before."""
-        if self._turns and len(self._turns["cos"]) >= positions:
+    def _extend_rotations(self, positions: int) -> None:
+        """Compute cos and sin up to `positions`, for twice as many if the tables are too short."""
+        if self._rotations and len(self._rotations["cos"]) >= positions:
             return
         at = torch.arange(max(1024, 2 * positions)).float()[:, None]
         for prefix, frequencies in (("", self._frequencies), ("local_", self._local_frequencies)):
             angles = at * frequencies
-            self._turns[f"{prefix}cos"] = angles.cos().numpy()
-            self._turns[f"{prefix}sin"] = angles.sin().numpy()
-        self._set({name: _address(array) for name, array in self._turns.items()})
+            self._rotations[f"{prefix}cos"] = angles.cos().numpy()
+            self._rotations[f"{prefix}sin"] = angles.sin().numpy()
+        self._set({name: _address(array) for name, array in self._rotations.items()})
 
     def _set_constants(self) -> None:
         config, step = self.config, self._step
@@ -208,7 +224,7 @@ def _address(array: npt.NDArray[Any]) -> int:
 def _items(
     counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], *, kv_heads: int, query_block: int
 ) -> npt.NDArray[np.int64]:
-    """Pieces of attention, the largest first: ITEM, as rows of numbers."""
+    """Attention work items, the largest first: ITEM, as rows of numbers."""
     sequence, first, count = np.arange(len(counts)), np.zeros_like(counts), counts
     if counts.max() > query_block:
         blocks = -(-counts // query_block)
@@ -220,3 +236,16 @@ def _items(
     items[..., 0], items[..., 1] = sequence[order, None], np.arange(kv_heads)
     items[..., 2], items[..., 3] = first[order, None], count[order, None]
     return items.reshape(-1, _ITEM_WORDS)
+
+
+def build_decoder(
+    config: ModelConfig,
+    weights: DecoderWeights,
+    *,
+    shard: Shard | None = None,
+    collectives: Collectives | None = None,
+) -> DecoderModel:
+    """The decoder for `weights` on the CPU: the compiled one where it runs the whole model, else torch operators."""
+    if collectives is None and (shard is None or shard == Shard()) and runs_natively(config, weights):
+        return NativeDecoder(config, weights)
+    return DecoderModel(config, weights, shard=shard, collectives=collectives)

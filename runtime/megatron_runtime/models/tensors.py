@@ -1,19 +1,57 @@
-"""Which tensors a decoder has, by our own short names, and how large they are. No torch.
+"""The tensors of a decoder: names, shapes, and the Checkpoint protocol that reads them. Imports no torch.
 
-Names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
+Short names: "embedding", "norm", "head", and of each layer "layers.N." + "q", "router", "experts.E.gate", …
 """
 
 from __future__ import annotations
 
+from collections.abc import Container, Mapping
+from dataclasses import dataclass
 from math import prod
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_runtime.models.config import ModelConfig
 
+if TYPE_CHECKING:
+    import torch
+
+    from megatron_kernels.quantized import QuantizedTensor
+
 Shape = tuple[int, ...]
+Part = tuple[slice, ...]
+"""A part of a tensor: one slice per axis, of step 1; axes without a slice are whole."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorKind:
+    """dtype: of what read() returns; float32 for quantized tensors."""
+
+    shape: Shape
+    dtype: torch.dtype
+
+
+class Checkpoint(Protocol):
+    """One set of weights in any file format. The constructor reads headers only and rejects truncated files."""
+
+    @property
+    def config(self) -> ModelConfig: ...
+
+    @property
+    def kinds(self) -> Mapping[str, TensorKind]:
+        """Every tensor by its transformers name and in the transformers layout. Each expert has its own tensors."""
+
+    def read(self, name: str, part: Part = ()) -> torch.Tensor:
+        """Return the values of a tensor or of a part of it, possibly a view of the file: copy to keep or to change."""
+
+    def blocks(self, name: str, part: Part = (), *, wanted: Container[int]) -> QuantizedTensor | None:
+        """Return a quantized matrix as it is stored, possibly a view of the file.
+
+        wanted: GGML type numbers. Returns None for a tensor of another type, or if `part` cuts through its blocks.
+        """
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
-    """Every tensor of the model."""
+    """Return the shape of every tensor of the model, by short name."""
     table = (config.vocab_size, config.hidden_size)
     shapes: dict[str, Shape] = {"embedding": table, "norm": (config.hidden_size,)}
     if not config.tie_embeddings:
@@ -24,7 +62,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, Shape]:
 
 
 def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
-    """Every tensor of one layer."""
+    """Return the shape of every tensor of one layer, by short name without the layer."""
     hidden, size = config.hidden_size, config.head_dim
     rows = {"q": config.num_heads * size, "k": config.num_kv_heads * size, "v": config.num_kv_heads * size}
     shapes: dict[str, Shape] = {"attention_norm": (hidden,), "mlp_norm": (hidden,), "output": (hidden, rows["q"])}
@@ -45,12 +83,12 @@ def layer_shapes(config: ModelConfig, layer: int) -> dict[str, Shape]:
 
 
 def num_parameters(config: ModelConfig) -> int:
-    """Values of all tensors."""
+    """Return the number of values of all tensors."""
     return sum(map(prod, tensor_shapes(config).values()))
 
 
 def num_expert_parameters(config: ModelConfig) -> int:
-    """Values of the experts alone, which expert ranks share."""
+    """Return the number of values of the experts, which are divided among expert ranks."""
     moe = config.moe
     if moe is None:
         return 0

@@ -1,7 +1,7 @@
-"""From a checkpoint's named tensors to the fused weights of one rank.
+"""Build the fused weights of one rank from the named tensors of a checkpoint.
 
-What the checkpoint holds is compared with what the model needs before anything is read. Then one matrix is built at a
-time, from just the part of each tensor that the rank holds.
+The tensors of the checkpoint are compared with those of the model before any is read. Then one matrix is built at a
+time, from the part of each tensor that the rank holds.
 """
 
 from __future__ import annotations
@@ -12,24 +12,20 @@ from dataclasses import dataclass
 import torch
 
 from megatron_kernels.quantized import QuantizedTensor, concatenate
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, UnsupportedModelError
 from megatron_runtime.distributed.shard import IndivisibleError, Shard
-from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
+from megatron_runtime.models.decoder import DecoderWeights, ExpertWeights, FeedForward, LayerWeights
 from megatron_runtime.models.families import FAMILIES
-from megatron_runtime.models.layers.embedding import Embedding
-from megatron_runtime.models.layers.linear import DenseLinears, Linear, LinearFactory, Weight
-from megatron_runtime.models.mixture import ExpertWeights
-from megatron_runtime.models.tensors import tensor_shapes
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.tensors import Checkpoint, Part, tensor_shapes
 
-Part = tuple[slice, ...]
 Parts = list[tuple[str, Part]]
-"""Parts of tensors by their names, whose rows make one matrix."""
+"""Names and parts of the tensors whose rows form one matrix."""
 
 _PIECE = 1 << 20
-"""Values that are read at once: their bytes stay in the processor's cache while they are decoded and copied."""
+"""Values per read: their bytes stay in the CPU cache while they are decoded and copied."""
 _NAMED = 8
-"""As many tensors as a message names."""
+"""Limit of the number of tensors in a message."""
 
 
 def load_weights(
@@ -40,15 +36,15 @@ def load_weights(
     linears: LinearFactory | None = None,
     threads: int = 1,
 ) -> DecoderWeights:
-    """Read what a rank holds, each tensor once.
+    """Read the weights of a rank, each tensor once.
 
     dtype:   of the norms, the biases and dense matrices.
     shard:   the rank's part; None means all.
-    linears: makes the matrices; None keeps them dense.
-    threads: that read and make matrices side by side; more than one only where checkpoint and `linears` let them.
+    linears: creates the matrices; None keeps them dense.
+    threads: that read and create matrices concurrently; above one, checkpoint and `linears` must be thread-safe.
 
-    Raises UnsupportedModelError, before anything is read, naming the tensors that do not fit; IndivisibleError where
-    the model cannot be divided so.
+    Raises UnsupportedModelError naming the tensors that do not fit, and IndivisibleError if the model cannot be divided
+    that way, both before any tensor is read.
     """
     require_fitting(checkpoint)
     require_divisible(checkpoint.config, shard or Shard())
@@ -65,7 +61,7 @@ def require_fitting(checkpoint: Checkpoint) -> None:
         for name, shape in wanted.items()
         if name in kinds and tuple(kinds[name].shape) != shape
     ]
-    # A tied head is written out by some.
+    # Some programs save a tied head as well.
     unknown = sorted(set(kinds) - set(wanted) - ({family.hf_name("head")} if config.tie_embeddings else set()))
     missing = sorted(set(wanted) - set(kinds))
     for what, names in (
@@ -79,7 +75,7 @@ def require_fitting(checkpoint: Checkpoint) -> None:
 
 
 def require_divisible(config: ModelConfig, shard: Shard) -> None:
-    """Raise IndivisibleError where the model cannot be divided over that many ranks."""
+    """Raise IndivisibleError if the model cannot be divided over that many ranks."""
     shard.layers(config.num_layers)
     shard.heads(config.num_heads)
     shard.kv_heads(config.num_kv_heads)
@@ -109,7 +105,7 @@ class _Loader:
             (embedding, head), layers = self._tables(), [self._layer(number) for number in numbers]
         else:
             with ThreadPoolExecutor(threads) as pool:
-                # The tables first: they are the largest piece of work.
+                # The tables first: they are the largest task.
                 tables = pool.submit(torch.inference_mode()(self._tables))
                 layers = list(pool.map(torch.inference_mode()(self._layer), numbers))
                 embedding, head = tables.result()
@@ -159,7 +155,7 @@ class _Loader:
         if moe is None or not self.config.is_mixture(number):
             return self._feed_forward(at, self.config.intermediate_size)
         held = self.shard.experts(moe.num_experts)
-        # The router decides which way tokens go: its few values are kept as they are.
+        # The few values of the router are never quantized: they decide which experts a token uses.
         router = DenseLinears(self.dtype).linear(self._dense(f"{at}router", ()))
         parts = [self._feed_forward_parts(f"{at}experts.{expert}.", moe.intermediate_size) for expert in held]
         gate_up = self.linears.several((self._weight(part) for part, _ in parts), count=len(held))
@@ -172,7 +168,7 @@ class _Loader:
         return FeedForward(gate_up_FD=self._linear(gate_up), down_DF=self._linear(down))
 
     def _feed_forward_parts(self, at: str, size: int) -> tuple[Parts, Parts]:
-        """Of gate and up, and of down."""
+        """Return the parts of gate and up, and the part of down."""
         part = _slice(self.shard.feed_forward(size))
         return [(f"{at}gate", (part,)), (f"{at}up", (part,))], [(f"{at}down", (slice(None), part))]
 
@@ -182,7 +178,7 @@ class _Loader:
         return weight_D.float().add_(offset).to(self.dtype) if offset else weight_D
 
     def _linear(self, parts: Parts) -> Linear:
-        """Of the rows of several tensors."""
+        """Return the linear layer whose rows are those of several tensors."""
         blocks = self._kept(parts)
         if blocks is None:
             return self.linears.linear(self._fused(parts))
@@ -196,7 +192,7 @@ class _Loader:
         return blocks[0] if len(blocks) == 1 else concatenate(blocks)
 
     def _kept(self, parts: Parts) -> list[QuantizedTensor] | None:
-        """Their blocks as they are stored; None unless all may stay quantised, and are of one kind."""
+        """Return their blocks as they are stored; None unless all may stay quantized and have one type."""
         found = [self._blocks(name, part) for name, part in parts]
         blocks = [one for one in found if one is not None]
         return blocks if len(blocks) == len(parts) and len({one.kind for one in blocks}) == 1 else None
@@ -209,10 +205,10 @@ class _Loader:
         return weight_NK
 
     def _copy(self, name: str, part: Part, target: torch.Tensor) -> None:
-        """Some rows at a time: what is read is decoded on the way, and never there as a whole beside its copy."""
+        """Copy some rows at a time, so that no whole decoded tensor is in memory beside its copy."""
         columns = part[1] if len(part) > 1 else slice(None)
         first = (part[0].start or 0) if part else 0
-        # Of eight rows, so that a digest of the pieces is one of the whole.
+        # A multiple of eight rows, so that the digest of the pieces is that of the whole.
         count = max(8, _PIECE // target.shape[1] // 8 * 8)
         for start in range(0, len(target), count):
             stop = min(start + count, len(target))
@@ -244,5 +240,5 @@ class _Loader:
 
 
 def _slice(held: range, size: int = 1) -> slice:
-    """Rows of the heads or columns that are held, `size` rows each."""
+    """Return the rows or columns of the heads that are held, `size` for each."""
     return slice(held.start * size, held.stop * size)

@@ -1,1 +1,1 @@
-"""What every process of the runtime has: health probes and sacrificial child processes."""
+"""Health probes, and child processes for work that may crash."""

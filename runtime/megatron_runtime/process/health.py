@@ -1,10 +1,10 @@
-"""Probes and metrics over plain HTTP for processes that have no web framework: the coordinator and the engine.
+"""Probes and metrics over HTTP for processes without a web framework: the coordinator and the engine.
 
     GET /livez    200 while the process can make progress, else 503 with the reason
     GET /readyz   200 when nothing is missing, else 503 naming each missing thing
     GET /metrics  the Prometheus registry
 
-It runs on the caller's event loop, so a loop that hangs fails its liveness probe. No torch.
+It runs on the caller's event loop, so a blocked loop fails its liveness probe. No torch.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ logger = logging.getLogger(__name__)
 MAX_REQUEST_BYTES = 16 * 1024
 REQUEST_TIMEOUT_SECONDS = 5.0
 MAX_CONNECTIONS = 128
-"""At once; further ones are closed."""
+"""Concurrent connections; further ones are closed."""
 
 
 class HealthServer:
-    """One listening socket that answers probes.
+    """Answers probes on one listening socket.
 
-    missing:  what keeps the process from being ready, one phrase each; empty when ready. Called per probe.
-    stalled:  why the process can no longer make progress, or None. A reason makes the kubelet restart the container.
-    registry: metrics to expose; None answers /metrics with 404.
+    missing:  returns the reasons why the process is not ready, one phrase each. Called for each probe.
+    stalled:  returns why the process makes no progress, or None. With a reason the kubelet restarts the container.
+    registry: metrics to expose; None: 404.
     """
 
     def __init__(
@@ -52,11 +52,11 @@ class HealthServer:
 
     @property
     def port(self) -> int:
-        """The port in use, known after start() when 0 was asked for."""
+        """The port in use; for port 0, known after start()."""
         return self._port
 
     async def start(self) -> None:
-        """Bind and answer. Raises OSError that names the address when it is taken."""
+        """Bind and answer probes. Raises OSError with the address if it is in use."""
         try:
             self._server = await asyncio.start_server(self._serve, self._host, self._port, limit=MAX_REQUEST_BYTES)
         except OSError as error:
@@ -77,7 +77,7 @@ class HealthServer:
         self._connections += 1
         try:
             request = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), REQUEST_TIMEOUT_SECONDS)
-            writer.transport.set_write_buffer_limits(0)  # drain() waits until the client has taken all of it
+            writer.transport.set_write_buffer_limits(0)  # drain() waits until everything is sent
             writer.write(self._answer(request))
             await asyncio.wait_for(writer.drain(), REQUEST_TIMEOUT_SECONDS)
         except (TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, ConnectionError) as error:

@@ -1,8 +1,8 @@
-"""A child process for work that may crash, hang or exhaust memory: the parent survives and gets an exception.
+"""A child process for work that may crash, hang or exhaust memory. The parent gets an exception instead.
 
-The parent holds a SacrificialProcess and calls it with bytes. The child is a module that calls serve() in its `main`.
-The child starts as a fresh interpreter at the first call, handles one call at a time, and starts again at the next call
-after it died. It ends with its parent, however the parent ends.
+The parent creates a SacrificialProcess and calls it with bytes. The child is a module that calls serve() when it runs
+as `__main__`. It starts as a new interpreter at the first call, handles one call at a time, and is started again by the
+call after its death. It ends with its parent, however the parent ends.
 
     # child: megatron_runtime/example.py
     def prepare(setup: bytes) -> Callable[[bytes], bytes]:
@@ -40,7 +40,7 @@ _OUT_OF_MEMORY = 3
 """Exit status of a child whose handler raised MemoryError."""
 
 _ALARM_GRACE_SECONDS = 1.0
-"""The child's own alarm goes off this long after the parent's timeout; it ends a child whose parent died."""
+"""The child's own alarm comes this long after the parent's timeout. It ends a child whose parent died."""
 
 _PARENT_POLL_SECONDS = 0.5
 
@@ -51,11 +51,11 @@ _REPLY = struct.Struct("<Q")
 
 
 class ProcessLostError(RuntimeError):
-    """The child died, exceeded its timeout or its memory. The message says which: "it was killed by signal SIGSEGV"."""
+    """The child died, or exceeded its timeout or memory. The text says which: "it was killed by signal SIGSEGV"."""
 
 
 class ProcessStartError(RuntimeError):
-    """The child could not be started, or failed in `prepare`: no fault of the request."""
+    """The child could not be started, or failed in `prepare`. The request is not the cause."""
 
 
 class SacrificialProcess:
@@ -63,7 +63,7 @@ class SacrificialProcess:
 
     module:          dotted name; its `__main__` part calls serve().
     memory_bytes:    limit of the child's address space (RLIMIT_AS), interpreter included.
-    stack_bytes:     size of the stack of the child's thread that runs the handler; None means the system's default.
+    stack_bytes:     stack of the child's thread that runs the handler; None: the system's default.
     setup:           passed to `prepare` of serve() each time the child starts.
     max_reply_bytes: a longer reply ends the child.
     """
@@ -89,18 +89,18 @@ class SacrificialProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the child; None while there is none."""
+        """Process id of the child; None if it is not running."""
         process = self._process
         return process.pid if process is not None else None
 
     def call(self, request: bytes, *, timeout_seconds: float) -> bytes:
-        """Return what the child's handler returns for `request`.
+        """Return the result of the child's handler for `request`.
 
-        timeout_seconds: wall-clock time for the handler. The time to start a child does not count.
+        timeout_seconds: wall-clock time for the handler, without the time to start a child.
 
         Raises:
             ProcessLostError: the child died, or was killed because it exceeded a limit. The next call starts a new one.
-            ProcessStartError: there is no child to call; a later call tries again, unless close() was called.
+            ProcessStartError: no child could be started. A later call tries again, unless close() was called.
         """
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -134,7 +134,7 @@ class SacrificialProcess:
                 ours.close()
                 raise ProcessStartError(f"{self._module} could not be started: {error}") from error
         self._channel = ours
-        if self._is_closed:  # close() may have looked for the process before there was one
+        if self._is_closed:  # close() may have run before the process existed
             self._end()
             raise ProcessStartError(f"{self._module} was closed")
         try:
@@ -157,7 +157,7 @@ class SacrificialProcess:
             raise ProcessLostError(f"it took longer than {timeout_seconds:g} s") from error
         except OSError as error:
             raise ProcessLostError(self._cause_of_death()) from error
-        except BaseException:  # also KeyboardInterrupt: the next call would read the reply to this one
+        except BaseException:  # also KeyboardInterrupt: otherwise the next call would read this reply
             self._end()
             raise
 
@@ -187,10 +187,10 @@ class SacrificialProcess:
 
 
 def serve(prepare: Callable[[bytes], Callable[[bytes], bytes]]) -> None:
-    """Be the child: handle calls until the parent closes the connection or ends.
+    """Run as the child: handle calls until the parent closes the connection or ends.
 
-    prepare: gets the setup, returns the handler of requests. An exception of the handler ends the child: a handler
-             encodes the errors that its callers shall see.
+    prepare: gets the setup and returns the handler of requests. An exception of the handler ends the child, so a
+             handler must encode errors for its callers in its result.
     """
     descriptor, parent, memory_bytes, stack_bytes = map(int, sys.argv[1:5])
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
@@ -207,7 +207,7 @@ def _handle_calls(descriptor: int, prepare: Callable[[bytes], Callable[[bytes], 
         with socket.socket(fileno=descriptor) as channel:
             handle = prepare(_next_request(channel))
             _reply(channel, b"")
-            # Native code prints what made it crash, which is a client's text: keep it out of this program's log.
+            # Native code may print a client's text when it crashes. Keep it out of the log.
             with open(os.devnull, "wb") as nothing:
                 os.dup2(nothing.fileno(), sys.stderr.fileno())
             while True:
@@ -228,13 +228,13 @@ def _limit(memory_bytes: int) -> None:
     if hard != resource.RLIM_INFINITY:
         memory_bytes = min(memory_bytes, hard)
     resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    # Where a host or container runs out of memory, the kernel kills this process before its parent.
+    # If the host or container runs out of memory, the kernel kills this process before its parent.
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
         score.write("1000")
 
 
 def _end_with(parent: int) -> None:
-    """End this process when its parent is gone. While native code holds the interpreter, the alarm does it."""
+    """End this process after its parent. While native code holds the interpreter lock, the alarm does that."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_SECONDS)
     os._exit(1)
@@ -252,7 +252,7 @@ def _reply(channel: socket.socket, reply: bytes) -> None:
 
 
 def _receive(channel: socket.socket, size: int, *, deadline: float | None = None) -> bytes:
-    """Exactly `size` bytes. Raises ConnectionError at the end of the connection, TimeoutError after the deadline."""
+    """Receive exactly `size` bytes. Raises ConnectionError at the end of the connection, TimeoutError."""
     received = bytearray()
     while len(received) < size:
         if deadline is not None:

@@ -1,1 +1,1 @@
-"""The wire: message headers, frames, limits, sockets and security of docs/protocol.md. No torch, no policy."""
+"""Messages, headers, codec, limits and lifecycle tables of docs/protocol.md. Imports nothing of the project."""

@@ -1,8 +1,8 @@
-"""What every message is made of: msgpack frames and token ids as little-endian int32.
+"""The encoding of every message: msgpack frames, and token ids as little-endian int32.
 
-`unpack` is the only function of the project that reads msgpack: each caller bounds what the bytes may become.
+`unpack` is the only function of the project that reads msgpack. Each caller bounds the objects that the bytes become.
 
-NumPy is imported where it is used: it would double the time that a coordinator takes from its start to its address.
+NumPy is imported in the functions that use it, because its import doubles the start-up time of a coordinator.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Tokens: TypeAlias = "npt.NDArray[np.int32]"
 
 @dataclass(frozen=True, slots=True)
 class UnpackLimits:
-    """The most that one frame, or one body in a frame, may become.
+    """Upper bounds on the objects that one frame, or one body in a frame, is decoded to.
 
     elements:   values of all lists and maps together; a map entry counts as one.
     containers: lists and maps.
-    depth:      levels of lists and maps within each other.
-    text_bytes: bytes of one string, or of one binary value; None: as many as the frame has.
-    frame_bytes: of all; None: as many as the port takes.
+    depth:      levels of nested lists and maps.
+    text_bytes: bytes of one string or one binary value; None: no bound but the size of the frame.
+    frame_bytes: bytes of the frame; None: no bound but that of the port.
     """
 
     elements: int
@@ -41,30 +41,30 @@ class UnpackLimits:
 
 
 REQUEST = UnpackLimits(elements=64, containers=64, depth=64)
-"""A message of the request path: a few fields, and bodies that stay bytes."""
+"""Messages of the request path: a few fields, and bodies that stay bytes."""
 CONTROL = UnpackLimits(elements=65_536, containers=16_384, text_bytes=65_536, frame_bytes=1 << 20)
-"""Control messages, and the Megatron protocol where a port does not serve it."""
+"""Control messages, and messages of the Megatron protocol on a port that does not serve it."""
 PLAIN = UnpackLimits(elements=2_097_152, containers=262_144, depth=136)
-"""Messages of the Megatron protocol, which carry tokens and log-probs as lists; log-probs at a coordinator."""
+"""Messages of the Megatron protocol, which carry tokens and log-probs as lists; and log-probs at a coordinator."""
 PARAMETERS = UnpackLimits(elements=262_144, containers=65_536, depth=128)
 """Sampling parameters. A JSON schema in them may be deep."""
 DETAILS = UnpackLimits(elements=8_388_608, containers=4_194_304)
-"""Log-probs and replies, where the process that asked for them reads them."""
+"""Log-probs and replies in the process that requested them."""
 
 _SMALL_BYTES = 64 << 10
-"""Prompts of 16,000 tokens. At worst the frame becomes as many objects, some 5 MB."""
+"""Enough for a prompt of 16,000 tokens. At worst such a frame becomes as many objects, about 5 MB."""
 _FIELDS = REQUEST.elements
 _UNPROVEN_ELEMENTS = 1024
-"""msgpack allocates a list when it reads its length. Within 1024 nested lists, its own limit, so many elements each
-take 8 MiB; beyond it the lengths are compared with the bytes that are there first."""
+"""msgpack allocates a list when it reads its length. 1024 nested lists, its own limit, of so many elements take 8 MiB.
+For a higher bound the lengths are first compared with the number of bytes."""
 
 
 class MalformedMessageError(ValueError):
-    """The frames are not a message of this protocol. The message says what is wrong and where."""
+    """The frames are not a message of this protocol. The text names the field, the value and what is allowed."""
 
 
 def pack(value: Any) -> bytes:
-    return msgpack.Packer().pack(value)  # packb() is a function in Python over just this
+    return msgpack.Packer().pack(value)  # packb() is a Python function around this
 
 
 def unpack(
@@ -73,9 +73,9 @@ def unpack(
     *,
     extension: Callable[[int, bytes], Any] | None = None,
 ) -> Any:
-    """The value of `data`.
+    """Return the value of `data`.
 
-    extension: makes a value of an extension type's code and bytes; None: there may be none.
+    extension: converts the code and bytes of an extension type to a value; None: extension types are malformed.
 
     Raises:
         MalformedMessageError: for bytes that are not one msgpack value, or that exceed `limits`.
@@ -105,7 +105,7 @@ def unpack(
             raw=False,
             strict_map_key=False,
             list_hook=count,
-            object_pairs_hook=lambda pairs: dict(count(pairs)),  # a map would forget how often a key came
+            object_pairs_hook=lambda pairs: dict(count(pairs)),  # a dict would drop repeated keys uncounted
             ext_hook=extension or msgpack.ExtType,
             max_array_len=most,
             max_map_len=most,
@@ -123,7 +123,7 @@ def unpack(
 
 
 def unpack_request(data: bytes) -> Any:
-    """unpack(data, REQUEST), which it is for every request and every partial: a small frame cannot become much."""
+    """Return unpack(data, REQUEST), faster: the size of a small frame bounds what it becomes."""
     if len(data) > _SMALL_BYTES:
         return unpack(data, REQUEST)
     try:
@@ -135,7 +135,7 @@ def unpack_request(data: bytes) -> Any:
 
 
 def header_of(frame: bytes) -> int | None:
-    """The header of a message, or None where `frame` does not begin as one does."""
+    """Return the header of a message, or None if `frame` does not begin like one."""
     if len(frame) > 1 and frame[0] & 0xF0 == 0x90 and frame[1] < 0x80:
         return frame[1]
     unpacker = msgpack.Unpacker(max_buffer_size=64, max_str_len=0, max_bin_len=0, max_array_len=0, max_map_len=0)
@@ -149,7 +149,7 @@ def header_of(frame: bytes) -> int | None:
 
 
 def shown(value: Any) -> str:
-    """`value` for an error message, in at most some 60 characters, whatever its size."""
+    """Format `value` for an error message, in at most about 60 characters."""
     if isinstance(value, str | bytes):
         return repr(value[:40]) + ("…" if len(value) > 40 else "")
     if isinstance(value, list | dict | tuple):
@@ -158,7 +158,7 @@ def shown(value: Any) -> str:
 
 
 def _skip(data: bytes | memoryview) -> None:
-    """Raise unless `data` begins with one value whose lengths it has the bytes for. Makes no objects."""
+    """Raise unless `data` begins with one complete value. Creates no objects."""
     unpacker = msgpack.Unpacker(max_buffer_size=len(data))
     unpacker.feed(data)
     unpacker.skip()
@@ -175,11 +175,11 @@ def _is_deeper(value: Any, depth: int) -> bool:
 
 
 def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
-    """Token ids, shape [n], as little-endian int32.
+    """Encode token ids, shape [n], as little-endian int32.
 
-    Raises ValueError for a list with anything but integers that fit.
+    Raises ValueError for a list with values that are not 32-bit integers.
     """
-    if type(tokens) is list:  # struct takes a quarter of the time that NumPy does
+    if type(tokens) is list:  # struct is four times as fast as NumPy here
         try:
             return struct.pack(f"<{len(tokens)}i", *tokens)
         except struct.error as error:
@@ -190,6 +190,7 @@ def tokens_to_bytes(tokens: Sequence[int] | Tokens) -> bytes:
 
 
 def tokens_from_bytes(data: bytes) -> Tokens:
+    """Decode token ids, little-endian int32. Raises MalformedMessageError."""
     import numpy as np
 
     if len(data) % 4:
@@ -198,7 +199,7 @@ def tokens_from_bytes(data: bytes) -> Tokens:
 
 
 def block_hashes_from_bytes(data: bytes) -> list[int]:
-    """Block hashes, little-endian int64."""
+    """Decode block hashes, little-endian int64."""
     import numpy as np
 
     return np.frombuffer(data, dtype="<i8").tolist()

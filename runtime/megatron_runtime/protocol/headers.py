@@ -8,8 +8,8 @@ from __future__ import annotations
 from enum import IntEnum
 
 PROTOCOL_VERSION = 3
-"""Raised when a peer of the release before could not understand us; HELLO carries it. 2 was left out: neighbours are
-taken to understand each other, and messages of 1 had other frames.
+"""Sent in HELLO; raised by a change that peers of the previous release cannot read. 2 was never used: peers accept
+the neighbouring versions, and messages of version 1 had other frames.
 """
 
 
@@ -53,14 +53,14 @@ SIGNALS = frozenset({Header.PAUSE, Header.UNPAUSE, Header.SUSPEND, Header.RESUME
 """Control messages that move the state machine and carry no argument of their own."""
 
 PROFILER = frozenset({Header.START_CUDA_PROFILER, Header.STOP_CUDA_PROFILER})
-"""Control messages that change no state: an engine that cannot follow them serves as well as before."""
+"""Control messages that change no state. An engine that cannot carry them out keeps serving."""
 
 CONTROLS = SIGNALS | PROFILER | {Header.SET_GENERATION_EPOCH, Header.UPDATE_WEIGHTS, Header.DRAIN}
 """All control messages: answered by one CONTROL_ACK per operation id."""
 
 
 class Role(IntEnum):
-    """What a peer may do. In the three-port mode the port it connected to decides."""
+    """What a peer may do. With three ports, the port that it connected to decides."""
 
     CLIENT = 0
     ENGINE = 1
@@ -68,7 +68,10 @@ class Role(IntEnum):
 
 
 class ErrorCode(IntEnum):
-    """Codes of ERROR and of a refused CONTROL_ACK. 4xx and 5xx read as in HTTP; below 100 concerns the connection."""
+    """Codes of ERROR and of a CONTROL_ACK that rejects a verb. 4xx and 5xx are as in HTTP.
+
+    Codes below 100 concern the connection.
+    """
 
     UNKNOWN_PEER = 1  # say HELLO (again): this coordinator does not know the connection
     MALFORMED = 2  # the frame could not be read

@@ -9,23 +9,23 @@ MAX_OPERATION_ID_BYTES = 64
 MAX_SALT_CHARACTERS = 256
 MAX_TENANT_CHARACTERS = 64
 MAX_TEXT_CHARACTERS = 4096
-"""Of an error, a reason or a source. Errors and reasons are cut to it."""
+"""Length of an error, a reason or a source. Errors and reasons are cut to it."""
 MAX_ENGINES = 2048
 """Registered at once."""
 
 MAX_FENCE = 1 << 53
 MAX_EPOCH = 1 << 53
-"""Exact in JSON, and beyond any number of leaders or updates: what is higher was not counted up to."""
+"""Exact in JSON, and higher than any real number of leaders or updates."""
 
 MAX_ADMIN_MESSAGE_BYTES = 1 << 20
-"""To the operator: the answers of one coordinator must not fill the memory of a process that serves many."""
+"""To the operator. The answers of one coordinator must not fill the memory of a process that serves many."""
 
 UID_BYTES = 16
 
 HEARTBEAT_SECONDS = 0.5
 SUSPECT_SECONDS = 2.0
-"""An engine silent for so long gets no new work."""
+"""An engine without a heartbeat for this long gets no new requests."""
 DEAD_SECONDS = 10.0
-"""An engine silent for so long is removed and its requests go elsewhere."""
+"""An engine without a heartbeat for this long is removed, and its requests go to other engines."""
 RECOVERY_SECONDS = 5.0
-"""A coordinator that came back waits so long, at most, for its engines."""
+"""The longest time that a restarted coordinator waits for its engines."""

@@ -1,132 +1,578 @@
-"""All messages of docs/protocol.md, and `decode`, which reads any of them.
+"""All messages of docs/protocol.md as types, and `decode`, which reads any of them.
 
-A message is one frame, a list. That of a control message is `[header, map]`; those of the request path have bodies
-that are bytes in bytes, so that a coordinator forwards them without parsing.
+A message is one frame, a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are `[header, map]`:
+they are read by field name and validated here, unknown keys are ignored, and every number, text and list has a bound.
+Messages of the request path are a list of small fields and bodies of opaque bytes, which a coordinator forwards without
+parsing; they are named tuples, because creating a frozen dataclass takes three times as long.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeAlias
 
-from megatron_runtime.protocol import control_messages, request_messages
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.codec import (
     CONTROL,
-    DETAILS,
-    PARAMETERS,
-    PLAIN,
-    REQUEST,
     Frames,
     MalformedMessageError,
-    Tokens,
     UnpackLimits,
-    block_hashes_from_bytes,
     header_of,
     pack,
     shown,
-    tokens_from_bytes,
-    tokens_to_bytes,
     unpack,
     unpack_request,
 )
-from megatron_runtime.protocol.control_messages import (
-    ENGINE_FAILED,
-    Control,
-    ControlAck,
-    ControlCommit,
-    ControlMessage,
-    Disconnect,
-    EngineOutcome,
-    EngineStatus,
-    Error,
-    FailedRequest,
-    Heartbeat,
-    Hello,
-    HelloAck,
-    KeyReport,
-    Operation,
-    Status,
-    StatusReply,
-)
-from megatron_runtime.protocol.headers import Header
-from megatron_runtime.protocol.request_messages import (
-    Abort,
-    Dispatch,
-    EvictedBlocks,
-    Final,
-    Partial,
-    PartialEntry,
-    RequestMeta,
-    Submit,
-    dispatch_frames,
-)
+from megatron_runtime.protocol.codec import DETAILS as DETAILS
+from megatron_runtime.protocol.codec import PARAMETERS as PARAMETERS
+from megatron_runtime.protocol.codec import PLAIN as PLAIN
+from megatron_runtime.protocol.codec import REQUEST as REQUEST
+from megatron_runtime.protocol.codec import Tokens as Tokens
+from megatron_runtime.protocol.codec import block_hashes_from_bytes as block_hashes_from_bytes
+from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_bytes
+from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
+from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 
-__all__ = [
-    "CONTROL",
-    "DETAILS",
-    "ENGINE_FAILED",
-    "PARAMETERS",
-    "PLAIN",
-    "REQUEST",
-    "Abort",
-    "Control",
-    "ControlAck",
-    "ControlCommit",
-    "ControlMessage",
-    "Disconnect",
-    "Dispatch",
-    "EngineOutcome",
-    "EngineStatus",
-    "Error",
-    "EvictedBlocks",
-    "FailedRequest",
-    "Final",
-    "Frames",
-    "Heartbeat",
-    "Hello",
-    "HelloAck",
-    "KeyReport",
-    "MalformedMessageError",
-    "Message",
-    "Operation",
-    "Partial",
-    "PartialEntry",
-    "Plain",
-    "RequestMeta",
-    "Status",
-    "StatusReply",
-    "Submit",
-    "Tokens",
-    "UnpackLimits",
-    "block_hashes_from_bytes",
-    "decode",
-    "dispatch_frames",
-    "pack",
-    "shown",
-    "tokens_from_bytes",
-    "tokens_to_bytes",
-    "unpack",
-]
+# --- control messages -------------------------------------------------------------------------------------------------
+
+U32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+U64 = Annotated[int, Field(ge=0, lt=1 << 64)]
+Name = Annotated[str, Field(min_length=1, max_length=limits.MAX_NAME_BYTES)]
+OperationId = Annotated[str, Field(min_length=1, max_length=limits.MAX_OPERATION_ID_BYTES)]
+Count = Annotated[int, Field(ge=0, lt=1 << 31)]
+Fence = Annotated[int, Field(ge=0, le=limits.MAX_FENCE)]
+Epoch = Annotated[int, Field(ge=0, le=limits.MAX_EPOCH)]
+Seconds = Annotated[float, Field(ge=0, le=86400)]
+Text = Annotated[str, Field(max_length=limits.MAX_TEXT_CHARACTERS)]
+Label = Annotated[str, Field(max_length=limits.MAX_NAME_BYTES)]
+Key = Annotated[str, Field(max_length=64)]
+Words = Annotated[str, AfterValidator(lambda text: text[: limits.MAX_TEXT_CHARACTERS])]
+"""An error or a reason. A longer text is cut, not rejected."""
+PeerName = Annotated[str, AfterValidator(lambda text: text[:255])]
+"""The name of a registered peer as a coordinator reports it. A plain engine's name is its routing id."""
+
+
+class _Map(BaseModel):
+    """A map of named fields. Unknown keys are ignored, because a newer peer may add some."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", allow_inf_nan=False)
+
+
+class ControlMessage(_Map):
+    """Base of the messages that travel as `[header, map]`."""
+
+    header: ClassVar[Header]
+
+    def to_frames(self) -> Frames:
+        return [pack([int(self.header), self.model_dump(exclude_none=True)])]
+
+
+class Hello(ControlMessage):
+    """Registers a peer, or reports that an engine has loaded (`serving`). Answered by HELLO_ACK."""
+
+    header = Header.HELLO
+    role: Role
+    name: Name
+    """The identity of the peer, the same after a restart."""
+    incarnation: U64
+    """A random number, new at each start of the process and for each socket that it opens."""
+    version: Count = PROTOCOL_VERSION
+    serving: bool = False
+    """Engines: the weights are loaded, or the engine waits SUSPENDED. From now on it takes part in verbs."""
+    state: EngineState | None = None
+    epoch: Epoch = 0
+    fence: Fence = 0
+    """The highest fence that this engine has received. A recovering coordinator takes the highest of all engines."""
+    ranks: Count = 1
+    revision: Text = ""
+    model: Label = ""
+    """Hash of the model that an engine runs or a client makes its requests for. Empty: compatible with every model."""
+    max_requests: Count = 0
+    max_sequence_length: Count = 0
+    block_size_tokens: Count = 0
+    source: Text | None = None
+    """Source of the weights in use, if an UPDATE_WEIGHTS set it. A recovering coordinator takes it from here."""
+
+
+class HelloAck(ControlMessage):
+    """The coordinator's answer to HELLO: the state and epoch that an engine enters before it serves."""
+
+    header = Header.HELLO_ACK
+    incarnation: U64
+    version: Count = PROTOCOL_VERSION
+    state: CoordinatorState
+    epoch: Epoch = 0
+    fence: U64 = 0
+    """Engines ignore one above MAX_FENCE. The operator registers with any fence and judges the one of STATUS."""
+    route: U32 = 0
+    """Clients: the number by which engines group partials."""
+    heartbeat_seconds: Annotated[float, Field(ge=0.001, le=3600)] = limits.HEARTBEAT_SECONDS
+    max_message_bytes: Annotated[int, Field(ge=1, le=limits.MAX_ENGINE_MESSAGE_BYTES)] = limits.MAX_CLIENT_MESSAGE_BYTES
+    """The size limit of one message that the peer sends."""
+    source: Text | None = None
+    """Engines: load the weights of `epoch` from here instead of the configured ones. None: there was no update."""
+
+
+class Heartbeat(ControlMessage):
+    """Sent both ways. An engine reports its load; a coordinator its incarnation, so that peers detect a restart."""
+
+    header = Header.HEARTBEAT
+    incarnation: U64
+    state: EngineState | CoordinatorState | None = None
+    epoch: Epoch | None = None
+    """Engines: the current epoch. The coordinator sends HELLO_ACK to an engine that is behind the others."""
+    source: Text | None = None
+    """Engines: source of the weights in use, if an UPDATE_WEIGHTS or HELLO_ACK set it."""
+    running: Count = 0
+    waiting: Count = 0
+    steps: U64 = 0
+    """Engine steps so far. If it does not change while `running` > 0, the engine is stalled."""
+    busy_for: Seconds = 0.0
+    """Seconds for which the engine sends no heartbeat (load, capture, compile)."""
+    digest: Label = ""
+    """Engines: digest of the weights in use, to check that all engines have the same. Empty: unknown."""
+
+
+class Control(ControlMessage):
+    """A verb: PAUSE, UNPAUSE, SUSPEND, RESUME, STOP, SET_GENERATION_EPOCH, UPDATE_WEIGHTS, DRAIN,
+    START_CUDA_PROFILER or STOP_CUDA_PROFILER.
+
+    An operation id takes effect once. Sent again, it joins the operation in progress or gets the answer given before.
+    """
+
+    operation_id: OperationId | None = None
+    fence: Fence | None = None
+    timeout_seconds: float = Field(default=60.0, gt=0, le=86400)
+    expected_engines: Count | None = None
+    """Reject the verb (ENGINES_MISSING) if fewer engines are registered: no engine must not count as all engines."""
+    engine: Text | None = None
+    """DRAIN: the name of one engine; None means all."""
+    epoch: Epoch | None = None
+    """SET_GENERATION_EPOCH and UPDATE_WEIGHTS: the absolute target."""
+    source: Text | None = None
+    """UPDATE_WEIGHTS: the source of the new weights."""
+    tags: Annotated[tuple[Label, ...], Field(max_length=16)] | None = None
+    """SUSPEND: the memory to release, "weights" and "kv_cache"; None means both."""
+
+    kind: Header = Header.PAUSE
+    """Which control message this is. It travels as the header, not in the map."""
+
+    def to_frames(self) -> Frames:
+        body = self.model_dump(exclude_none=True, exclude={"kind", "epoch"})
+        if self.kind is Header.SET_GENERATION_EPOCH:
+            return [pack([int(self.kind), self.epoch, body])]
+        if self.epoch is not None:
+            body["epoch"] = self.epoch
+        return [pack([int(self.kind), body])]
+
+
+class EngineOutcome(_Map):
+    ok: bool
+    ranks: Count = 0
+    error: Words | None = None
+
+
+class ControlAck(ControlMessage):
+    """From an engine: the work of a control message is done, or failed. To the sender: the outcome."""
+
+    header = Header.CONTROL_ACK
+    operation_id: OperationId
+    ok: bool
+    state: EngineState | CoordinatorState
+    ranks: U64 = 0
+    """From an engine: its ranks that confirmed. From the coordinator: the ranks of all engines that did."""
+    total_ranks: U64 = 0
+    engines: dict[PeerName, EngineOutcome] = Field(default_factory=dict, max_length=limits.MAX_ENGINES)
+    evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
+    """Engines that failed or missed the deadline and were removed. The others committed."""
+    code: Count | None = None
+    error: Words | None = None
+    fence: U64 | None = None
+    """With STALE_FENCE: the highest fence that the coordinator has received."""
+
+
+class ControlCommit(ControlMessage):
+    """Coordinator to engines: every engine has acknowledged; enter `state`."""
+
+    header = Header.CONTROL_COMMIT
+    operation_id: OperationId
+    signal: Header
+    state: EngineState | None = None
+    epoch: Epoch | None = None
+
+
+class Status(ControlMessage):
+    header = Header.STATUS
+
+
+class EngineStatus(_Map):
+    name: PeerName
+    state: EngineState
+    serving: bool = False
+    epoch: Epoch = 0
+    ranks: Count = 1
+    revision: Text = ""
+    in_flight: Count = 0
+    silent_seconds: float = 0.0
+    plain: bool = False
+    draining: bool = False
+    digest: Label = ""
+    """Digest of its weights, from its last heartbeat."""
+
+
+class KeyReport(_Map):
+    """Public keys, Z85: the state of a key rotation."""
+
+    server: Key
+    """The coordinator's own key, in use since its start."""
+    admitted: list[Key] = Field(default_factory=list, max_length=1024)
+    """Keys that open one of the ports."""
+    connected: list[Key] = Field(default_factory=list, max_length=1024)
+    """Keys of the registered engines and clients, each once."""
+
+
+class FailedRequest(_Map):
+    """A request that the coordinator failed because engines ended while they ran it."""
+
+    uid: Annotated[str, Field(pattern=f"^[0-9a-f]{{{2 * limits.UID_BYTES}}}$")]
+    """In hexadecimal digits."""
+    engines: Annotated[list[Name], Field(max_length=16)] = Field(default_factory=list)
+    """The engines that it ended, in that order."""
+    at: float = Field(default=0.0, ge=0, le=1e11)
+    """Time of the failure, in seconds since 1970."""
+
+
+class Operation(_Map):
+    """One control operation as the coordinator remembers it."""
+
+    operation_id: OperationId
+    signal: Header
+    phase: Literal["InProgress", "Confirmed", "Failed"]
+    ranks: U64 = 0
+    total_ranks: U64 = 0
+    evicted: list[PeerName] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
+    code: Count | None = None
+    error: Words | None = None
+
+
+class StatusReply(ControlMessage):
+    header = Header.STATUS_REPLY
+    incarnation: U64
+    state: CoordinatorState
+    epoch: Epoch = 0
+    fence: U64 = 0
+    """The operator ignores one above MAX_FENCE or far above its own."""
+    queued: Count = 0
+    in_flight: Count = 0
+    engines: list[EngineStatus] = Field(default_factory=list, max_length=limits.MAX_ENGINES)
+    operations: list[Operation] = Field(default_factory=list, max_length=256)
+    """The last operations, oldest first."""
+    rejected_frames: U64 = 0
+    drained_all: bool = False
+    """All engines were drained: no engine, registered now or later, gets a request until UNPAUSE or STOP."""
+    keys: KeyReport | None = None
+    """None: without encryption."""
+    failed_requests: Annotated[list[FailedRequest], Field(max_length=16)] | None = None
+    """The last requests that were failed because they end engines, oldest first; None if there are none."""
+
+
+class Error(ControlMessage):
+    """Rejects a message. With a `uid` it is the final answer to that request."""
+
+    header = Header.ERROR
+    code: ErrorCode
+    message: Words
+    uid: Annotated[bytes, Field(min_length=limits.UID_BYTES, max_length=limits.UID_BYTES)] | None = None
+    retry_after_seconds: Seconds | None = None
+    incarnation: U64 | None = None
+
+
+ENGINE_FAILED = "engine failed"
+"""Reason in the DISCONNECT of an engine that ends because a step raised an exception or a rank ended."""
+
+
+class Disconnect(ControlMessage):
+    """The peer leaves. Its requests are dispatched to others, or aborted, at once."""
+
+    header = Header.DISCONNECT
+    reason: Words = ""
+
+
+# --- the request path -------------------------------------------------------------------------------------------------
+
+_SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
+_PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
+
+
+class RequestMeta(NamedTuple):
+    """The fields of a request that the coordinator reads. All others are in the bodies."""
+
+    streaming: bool = False
+    seed: int = 0
+    deadline_ms: int | None = None
+    """Time left when the message is sent; None means no deadline."""
+    text: bool = False
+    """The prompt is UTF-8 text, not tokens. Only a coordinator with a tokenizer accepts it."""
+    priority: int = 0
+    """Of waiting requests, the lowest number is dispatched first."""
+    cache_salt: str = ""
+    """Seeds the block hashes, so that requests with different salts share no prefix."""
+    engine: str = ""
+    """The only engine that may answer. Empty: any engine."""
+    tenant: str = ""
+    """Opaque id of the tenant in whose share of the engines the request counts. Empty: the client's connection."""
+
+    def items(self) -> tuple[Any, ...]:
+        """The elements to send. The last two are left out if they, and those after them, are empty."""
+        return self if self.tenant else self[:7] if self.engine else self[:6]
+
+    @classmethod
+    def from_list(cls, value: Any) -> Self:
+        """Read the elements. The last four may be absent, because peers of earlier releases do not send them.
+
+        Raises MalformedMessageError.
+        """
+        if type(value) is list and len(value) >= 4:
+            streaming, seed, deadline, text = value[:4]
+            priority, salt = value[4:6] if len(value) >= 6 else (0, "")
+            engine = value[6] if len(value) >= 7 else ""
+            tenant = value[7] if len(value) >= 8 else ""
+            if (
+                type(streaming) is type(text) is bool
+                and type(seed) is type(priority) is int
+                and 0 <= seed < 1 << 64
+                and (deadline is None or type(deadline) is int)
+                and type(salt) is str
+                and len(salt) <= limits.MAX_SALT_CHARACTERS
+                and type(engine) is str
+                and type(tenant) is str
+                and len(tenant) <= limits.MAX_TENANT_CHARACTERS
+            ):
+                return cls(streaming, seed, deadline, text, priority, salt, engine, tenant)
+        raise MalformedMessageError(
+            f"request meta {shown(value)}: want [streaming, seed, deadline_ms, text, priority, cache_salt, engine, "
+            "tenant]"
+        )
+
+
+class Submit(NamedTuple):
+    """SUBMIT: client to coordinator. `generated`: tokens that the client already has, if it submits again."""
+
+    uid: bytes
+    meta: RequestMeta
+    prompt: bytes
+    generated: bytes
+    params: bytes
+
+    def to_frames(self) -> Frames:
+        uid, meta, prompt, generated, params = self
+        return [pack((_SUBMIT, uid, meta.items(), prompt, generated, params))]
+
+
+class Dispatch(NamedTuple):
+    """DISPATCH: coordinator to engine. The three bodies are those of SUBMIT; `generated` may be longer."""
+
+    dispatch_id: int
+    uid: bytes
+    route: int
+    meta: RequestMeta
+    prompt: bytes
+    generated: bytes
+    params: bytes
+
+    def to_frames(self) -> Frames:
+        return dispatch_frames(*self)
+
+
+def dispatch_frames(
+    dispatch_id: int, uid: bytes, route: int, meta: RequestMeta, prompt: bytes, generated: bytes, params: bytes
+) -> Frames:
+    """Return Dispatch(…).to_frames() without creating the Dispatch, because it runs for every request."""
+    return [pack((_DISPATCH, dispatch_id, uid, route, meta.items(), prompt, generated, params))]
+
+
+class PartialEntry(NamedTuple):
+    """`count` new tokens of one request, the first of which is generated token number `offset`."""
+
+    uid: bytes
+    dispatch_id: int
+    offset: int
+    count: int  # type: ignore[assignment]  # the name in the protocol; tuple.count() is not used
+
+
+_ENTRY = struct.Struct("<16sQII")
+
+
+class Partial(NamedTuple):
+    """PARTIAL: the new tokens of one engine step for one client. Forwarded to the client unchanged."""
+
+    route: int
+    entries: list[PartialEntry]
+    tokens: bytes
+    """Tokens of all entries in their order, little-endian int32."""
+    extras: bytes = b""
+    """msgpack `{uid: {"log_probs": […], …}}`, or empty."""
+
+    def to_frames(self) -> Frames:
+        index = b"".join(_ENTRY.pack(e.uid, e.dispatch_id, e.offset, e.count) for e in self.entries)
+        return [pack((_PARTIAL, self.route, index, self.tokens, self.extras))]
+
+
+class Final(NamedTuple):
+    """FINAL: the result of a request, all generated tokens and the reply map. Forwarded unchanged."""
+
+    dispatch_id: int
+    uid: bytes
+    tokens: bytes
+    """All generated tokens, including those that DISPATCH carried."""
+    reply: bytes
+    """msgpack map; see docs/protocol.md."""
+
+    def to_frames(self) -> Frames:
+        return [pack((_FINAL, *self))]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """ABORT_REQUEST. `id`: the uid from a client, the dispatch id to an engine, the integer id of a plain client."""
+
+    id: bytes | int
+
+    def to_frames(self) -> Frames:
+        return [pack([int(Header.ABORT_REQUEST), self.id])]
+
+
+@dataclass(frozen=True, slots=True)
+class EvictedBlocks:
+    """EVICTED_BLOCKS: engine to coordinator, the prefix blocks that the engine no longer has."""
+
+    hashes: bytes = b""
+    """Block hashes, little-endian int64."""
+    cleared: bool = False
+    """The whole prefix index was cleared: new weights, or released memory."""
+
+    def to_frames(self) -> Frames:
+        return [pack((int(Header.EVICTED_BLOCKS), {"cleared": self.cleared}, self.hashes))]
+
+
+def _uid(value: Any) -> bytes:
+    if type(value) is not bytes or len(value) != limits.UID_BYTES:
+        raise MalformedMessageError(f"uid {shown(value)}: want {limits.UID_BYTES} bytes")
+    return value
+
+
+def _u64(name: str, value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 1 << 64:
+        raise MalformedMessageError(f"{name} {shown(value)}: want an unsigned 64-bit integer")
+    return value
+
+
+def _body(name: str, value: Any) -> bytes:
+    if type(value) is not bytes:
+        raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
+    return value
+
+
+def _tokens(name: str, value: Any) -> bytes:
+    if type(value) is not bytes or len(value) % 4:
+        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
+    return value
+
+
+def _decode_submit(items: list[Any]) -> Submit:
+    meta = RequestMeta.from_list(items[2])
+    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
+    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
+
+
+def _decode_dispatch(items: list[Any]) -> Dispatch:
+    return Dispatch(
+        _u64("dispatch id", items[1]),
+        _uid(items[2]),
+        _u64("route", items[3]),
+        RequestMeta.from_list(items[4]),
+        _tokens("prompt", items[5]),
+        _tokens("generated", items[6]),
+        _body("params", items[7]),
+    )
+
+
+def _decode_partial(items: list[Any]) -> Partial:
+    index, tokens = _body("index", items[2]), _body("tokens", items[3])
+    if len(index) % _ENTRY.size:
+        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
+    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
+    total = sum([entry[3] for entry in entries])
+    if len(tokens) != 4 * total:
+        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {4 * total}")
+    return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]))
+
+
+def _decode_final(items: list[Any]) -> Final:
+    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
+
+
+def _decode_abort(items: list[Any]) -> Abort:
+    return Abort(_uid(items[1]) if isinstance(items[1], bytes) else _u64("id", items[1]))
+
+
+def _decode_evicted(items: list[Any]) -> EvictedBlocks:
+    fields, hashes = items[1], _body("hashes", items[2])
+    if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
+        raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
+    if len(hashes) % 8:
+        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
+    return EvictedBlocks(hashes, fields.get("cleared", False))
+
+
+# --- decoding ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """A message of the plain protocol, as its list; `[]` is the empty frame by which a plain engine registers."""
+    """A message of the plain Megatron protocol, as its list. `[]` is the empty frame that registers a plain engine."""
 
     items: list[Any]
 
 
-Message: TypeAlias = ControlMessage | Submit | Dispatch | Partial | Final | Abort | EvictedBlocks | Plain
+RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | EvictedBlocks
+Message: TypeAlias = ControlMessage | RequestMessage | Plain
+
+_REQUEST_PATH: dict[int, tuple[int, str, Callable[[list[Any]], RequestMessage]]] = {
+    int(Header.SUBMIT): (6, "SUBMIT: want [114, uid, meta, prompt, generated, params]", _decode_submit),
+    int(Header.DISPATCH): (
+        8,
+        "DISPATCH: want [111, dispatch_id, uid, route, meta, prompt, generated, params]",
+        _decode_dispatch,
+    ),
+    int(Header.PARTIAL): (5, "PARTIAL: want [112, route, index, tokens, extras]", _decode_partial),
+    int(Header.FINAL): (5, "FINAL: want [113, dispatch_id, uid, tokens, reply]", _decode_final),
+    int(Header.ABORT_REQUEST): (2, "ABORT_REQUEST: want [23, id]", _decode_abort),
+    int(Header.EVICTED_BLOCKS): (3, "EVICTED_BLOCKS: want [108, {cleared}, hashes]", _decode_evicted),
+}
+"""By header: the fewest elements, the error for fewer, and the function that reads them."""
+
+_CONTROL: dict[int, type[ControlMessage]] = {
+    **{int(verb): Control for verb in CONTROLS},
+    **{
+        int(kind.header): kind
+        for kind in (Hello, HelloAck, Heartbeat, ControlAck, ControlCommit, Status, StatusReply, Error, Disconnect)
+    },
+}
 
 
 def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message:
-    """The message of `frames` (routing identity already taken off).
+    """Return the message of `frames`, without the routing identity.
 
     plain: limits of messages of the Megatron protocol, on a port that serves it.
 
     Raises:
-        MalformedMessageError: for anything that is not a message, and for nothing else.
+        MalformedMessageError: the frames are not a message. No other exception is raised.
     """
     if len(frames) != 1:
         raise MalformedMessageError(f"{len(frames)} frames: want one")
@@ -134,18 +580,42 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     if not frame:
         return Plain([])
     header = header_of(frame)
-    if header in request_messages.DECODERS:
+    if header in _REQUEST_PATH:
         items = unpack_request(frame)
     else:
-        items = unpack(frame, CONTROL if header in control_messages.HEADERS else plain)
+        items = unpack(frame, CONTROL if header in _CONTROL else plain)
     if type(items) is not list or not items or type(items[0]) is not int:
         raise MalformedMessageError(f"frame {shown(items)}: want a list that begins with an integer header")
     number = items[0]
-    reader = request_messages.DECODERS.get(number)
-    if reader is not None:
-        return reader(items)
-    if number in control_messages.HEADERS:
-        return control_messages.decode_control(number, items)
+    found = _REQUEST_PATH.get(number)
+    if found is not None:
+        fewest, expected, read = found
+        if len(items) < fewest:
+            raise MalformedMessageError(expected)
+        return read(items)
+    kind = _CONTROL.get(number)
+    if kind is not None:
+        return _decode_control(kind, number, items)
     if number >= Header.HELLO:
         raise MalformedMessageError(f"unknown header {number}")
     return Plain(items)
+
+
+def _decode_control(kind: type[ControlMessage], number: int, items: list[Any]) -> ControlMessage:
+    body: Any = items[1] if len(items) > 1 else {}
+    extra: dict[str, Any] = {}
+    if kind is Control:
+        extra["kind"] = number
+        if number == Header.SET_GENERATION_EPOCH:
+            extra["epoch"] = body
+            body = items[2] if len(items) > 2 else {}
+            if type(extra["epoch"]) is not int:
+                raise MalformedMessageError(f"SET_GENERATION_EPOCH {shown(extra['epoch'])}: want an integer epoch")
+    if not isinstance(body, dict):
+        raise MalformedMessageError(f"body of header {number} is {type(body).__name__}: want a map")
+    try:
+        return kind.model_validate({**body, **extra})
+    except ValidationError as error:
+        first = error.errors()[0]
+        field, found = ".".join(str(part) for part in first["loc"]), shown(first["input"])
+        raise MalformedMessageError(f"header {number}, field {field} {found}: {first['msg']}") from error

@@ -1,14 +1,17 @@
-"""Text of foreign origin on its way to a log, a status or a terminal."""
+"""Escaping of untrusted text before it reaches a log, a status or a terminal."""
 
 from __future__ import annotations
 
+_MOST_CHARACTERS = 120
+_MOST_BITS = 128
+
 
 def printable(text: str, *, lines: bool = False) -> str:
-    """Escape every character that a reader cannot see: control characters, ANSI sequences, bidirectional overrides,
+    """Escape every invisible character: control characters, ANSI sequences, bidirectional overrides,
     zero-width characters and line breaks become `\\x1b`, `\\u202e`, `\\n`. Escaping twice changes nothing.
 
     Args:
-        lines: keep line feeds, for text of several lines that this program has put together itself.
+        lines: keep line feeds, for text of several lines that this program has composed.
     """
     if text.isprintable():
         return text
@@ -16,3 +19,26 @@ def printable(text: str, *, lines: bool = False) -> str:
         char if char.isprintable() or (lines and char == "\n") else char.encode("unicode_escape").decode("ascii")
         for char in text
     )
+
+
+def shown(value: object) -> str:
+    """Return `value` for an error message or a log line: short, printable, never larger than the value itself.
+
+    Control characters and lone surrogates are escaped, long text is cut, and containers are named by type and length
+    only: a nested value of a few bytes can have a representation of gigabytes.
+    """
+    if isinstance(value, str):
+        return f"'{escaped(value)}'"
+    if value is None or isinstance(value, bool | float):
+        return repr(value)
+    if isinstance(value, int):
+        return str(value) if value.bit_length() <= _MOST_BITS else f"an integer of {value.bit_length()} bits"
+    if isinstance(value, list | tuple | dict | set | frozenset | bytes | bytearray):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def escaped(text: str) -> str:
+    """Return `text` as shown() does, without quotes."""
+    cut = printable(text[:_MOST_CHARACTERS])
+    return cut if len(text) <= _MOST_CHARACTERS else f"{cut}… ({len(text)} characters)"

@@ -1,3 +1,1 @@
-"""Requests, their records, events and errors; `megatron_runtime.inference_request` gives the public names. No torch,
-except where a tensor is really handled.
-"""
+"""Values of the request interface; `megatron_runtime.inference_request` has the public names. Loads no torch."""

@@ -1,4 +1,4 @@
-"""A stream of the answers to one request: filled by a client, iterated by its caller."""
+"""A stream of the answers to one request: the client fills it, the caller iterates over it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Self
 
 
 class AsyncStream:
-    """Items in the order they were put, then the end, or the exception that finish() was given.
+    """Gives the items in the order of put(), then ends, or raises the exception passed to finish().
 
-    cancel: called with the request id when the reader leaves before the end; at most once.
+    cancel: called with the request id if the reader closes the stream before its end; at most once.
     loop:   the reader's loop; with it put() and finish() may be called from other threads.
     """
 
@@ -28,7 +28,7 @@ class AsyncStream:
 
     @property
     def finished(self) -> bool:
-        """Nothing more will be put."""
+        """Whether the stream takes no more items."""
         return self._finished
 
     def put(self, item: Any) -> None:
@@ -65,7 +65,7 @@ class AsyncStream:
             await self._waiter
 
     async def generator(self) -> AsyncGenerator[Any]:
-        """The items as a generator. Closed midway it cancels the request, and asyncio.CancelledError comes out."""
+        """Yield the items. Closing the generator early cancels the request and raises asyncio.CancelledError."""
         try:
             async for item in self:
                 yield item
@@ -74,7 +74,7 @@ class AsyncStream:
             raise asyncio.CancelledError from None
 
     async def aclose(self) -> None:
-        """Abort the request if it is open, drop what was not read, and wake the reader. Idempotent."""
+        """Abort the request if it is open, drop unread items, and wake the reader. Idempotent."""
         self._items.clear()
         self._error = None
         if not self._finished:
@@ -91,12 +91,11 @@ class AsyncStream:
         try:
             self._loop.call_soon_threadsafe(method, argument)
         except RuntimeError:
-            if not self._loop.is_closed():
+            if not self._loop.is_closed():  # a closed loop has no reader
                 raise
-            # Nobody can read any more.
 
     def _is_foreign(self) -> bool:
-        """Called outside the reader's loop, from another thread."""
+        """Whether the call comes from outside the reader's loop, from another thread."""
         if self._loop is None:
             return False
         try:

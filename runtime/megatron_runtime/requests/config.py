@@ -1,4 +1,4 @@
-"""How an engine is set up: `InferenceConfig`, frozen; every component gets its own slice. No torch."""
+"""`InferenceConfig`: the frozen configuration of an engine, and its enumerations. No torch."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ class KVCacheManagementMode(StrEnum):
     """What SUSPEND does with the KV cache."""
 
     PERSIST = "persist"
-    """It stays where it is."""
+    """It stays in device memory."""
     OFFLOAD = "offload"
     """It is copied to host memory, and back at RESUME."""
     RECOMPUTE = "recompute"
-    """It is dropped; requests in flight are computed again after RESUME."""
+    """It is dropped. Requests in flight are computed again after RESUME."""
 
 
 class PrefixCachingEvictionPolicy(StrEnum):
-    """What becomes of a cached block that no request holds."""
+    """What happens to a cached block that no request holds."""
 
     REF_ZERO = "ref_zero"
-    """It is freed and forgotten at once."""
+    """It is freed at once."""
     LRU = "lru"
-    """It stays findable until its memory is needed; the least recently used leaf goes first."""
+    """It stays cached until its memory is needed; the least recently used leaf is evicted first."""
 
 
 class RoutingPolicy(StrEnum):
-    """How a request finds its engine."""
+    """How the coordinator chooses the engine of a request."""
 
     LOAD_BALANCED = "LoadBalanced"
-    """The fewest requests in flight, the lowest index on ties."""
+    """The engine with the fewest requests in flight; of equal ones the lowest index."""
     ROUND_ROBIN = "RoundRobin"
     FIRST_PREFIX_BLOCK = "FirstPrefixBlock"
-    """An engine that was given a prompt with the same first block, weighed against its load."""
+    """An engine that got a prompt with the same first block, weighed against its load."""
     LONGEST_PREFIX = "LongestPrefix"
-    """The engine that was given the longest common prefix, weighed against its load."""
+    """The engine that got the longest common prefix, weighed against its load."""
 
 
 PrefixCachingCoordinatorPolicy = RoutingPolicy
@@ -50,7 +50,7 @@ AsyncSchedMode = Literal["LEGACY"]
 
 
 class InvalidConfigError(ValueError):
-    """A field of InferenceConfig is out of range, or asks for what this engine does not do. `field` names it."""
+    """A field of InferenceConfig is out of range, or not supported by this engine. `field` is its name."""
 
     def __init__(self, field: str, value: object, remedy: str) -> None:
         super().__init__(f"InferenceConfig.{field}={value!r}: {remedy}")
@@ -59,36 +59,36 @@ class InvalidConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InferenceConfig:
-    """Limits and habits of one engine, under Megatron-Core's names and defaults. An unknown name is a TypeError.
+    """Limits and options of one engine, with Megatron-Core's names and defaults. An unknown name is a TypeError.
 
     Memory and limits:
     block_size_tokens:     granularity of block hashes and of the prefix cache, in tokens.
     buffer_size_gb:        KV cache, in GiB.
-    paused_buffer_size_gb: of it, what paused requests may keep, in GiB; None leaves it to the engine.
-    max_requests:          requests generated at once; None means DEFAULT_MAX_REQUESTS.
-    max_tokens:            most tokens of one step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
-    max_sequence_length:   prompt + generated tokens of one request; None means what the model was made for.
-    max_waiting:           requests kept waiting for a slot; more are refused. (Not in Megatron-Core.)
+    paused_buffer_size_gb: part of it that paused requests may keep, in GiB; None: the engine chooses.
+    max_requests:          concurrent requests; None means DEFAULT_MAX_REQUESTS.
+    max_tokens:            tokens of one step, prefill and decode together; None means DEFAULT_MAX_TOKENS.
+    max_sequence_length:   prompt + generated tokens of one request; None means the limit of the model.
+    max_waiting:           requests that wait for a slot; more are rejected. (Not in Megatron-Core.)
     unified_memory_level:  1 puts the KV cache into managed memory that may overflow to the host; 0 does not.
 
     Suspend:
     kv_cache_management_mode:  see KVCacheManagementMode.
-    static_kv_memory_pointers: RESUME brings the KV cache back to the same addresses, so that CUDA graphs stay valid.
+    static_kv_memory_pointers: RESUME allocates the KV cache at the same addresses, so that CUDA graphs stay valid.
 
     CUDA graphs:
-    num_cuda_graphs:       graphs captured for decode steps; None lets the engine choose, 0 captures none.
+    num_cuda_graphs:       graphs captured for decode steps; None: the engine chooses; 0 captures none.
     cuda_graph_mixed_prefill_count: prefill requests that a graph of a mixed step has room for.
     cuda_graph_max_tokens: largest step that is captured, in tokens.
     use_cuda_graphs_for_non_decode_steps: capture mixed steps as well.
 
     Scheduling:
-    enable_chunked_prefill: a prompt may be spread over several steps; otherwise it must fit max_tokens.
-    materialize_only_last_token_logits: logits of prompt tokens are computed only for requests that ask for their
-                           log-probabilities; otherwise always.
+    enable_chunked_prefill: split a prompt over several steps; otherwise it must fit max_tokens.
+    materialize_only_last_token_logits: compute logits of prompt tokens only for requests that want their
+                           log-probabilities.
     num_speculative_tokens: tokens proposed ahead of each decode step.
     async_sched_mode:      how the next step is planned while one runs.
-    batch_invariant:       in float32 on one rank of a processor, tokens and log-probabilities of a request are the same
-                           to the bit, whatever runs beside it and however its prompt is cut, cached or computed again.
+    batch_invariant:       in float32 on one CPU rank, tokens and log-probabilities of a request are bit-identical,
+                           whatever else is in the batch and however its prompt is chunked, cached or recomputed.
                            (Not in Megatron-Core.)
 
     Prefix cache:
@@ -98,14 +98,14 @@ class InferenceConfig:
     prefix_caching_routing_alpha: weight of a cached prefix against free capacity, 0 to 1.
 
     Sampling:
-    sampling_backend:      what samples; "flashinfer" needs that library and a GPU.
+    sampling_backend:      implementation; "flashinfer" needs that library and a GPU.
     offset_sampling_seed_by_dp_rank: requests without a seed of their own differ between data-parallel ranks.
     logprobs_mode:         log-probabilities of unmodified logits, or after temperature and filters.
 
     Records and logs:
     track_paused_request_events:   keep a PAUSE event for each step that a request sat out.
     track_generated_token_events:  keep a GENERATED_TOKEN event for each token.
-    logging_step_interval: log the load every so many steps; 0 does not.
+    logging_step_interval: steps between log lines of the load; 0: no log lines.
 
     Many ranks:
     ep_consensus_interval: steps between agreements of expert ranks while busy.
@@ -154,8 +154,9 @@ class InferenceConfig:
             except ValueError:
                 allowed = ", ".join(repr(member.value) for member in kind)
                 raise InvalidConfigError(name, value, f"want one of {allowed}") from None
-        for names, is_valid, allowed in _RULES:
-            for name in names:
+        flags = " ".join(item.name for item in fields(self) if isinstance(item.default, bool))
+        for names, is_valid, allowed in (*_RULES, (flags, lambda value: isinstance(value, bool), "True or False")):
+            for name in names.split():
                 value = getattr(self, name)
                 if not is_valid(value):
                     raise InvalidConfigError(name, value, f"want {allowed}")
@@ -169,14 +170,14 @@ class InferenceConfig:
 
     @property
     def request_slots(self) -> int:
-        """max_requests, resolved."""
+        """max_requests, or its default."""
         if self.max_requests is not None:
             return self.max_requests
         return min(DEFAULT_MAX_REQUESTS, self.max_tokens or DEFAULT_MAX_REQUESTS)
 
     @property
     def step_tokens(self) -> int:
-        """max_tokens, resolved."""
+        """max_tokens, or its default."""
         return self.max_tokens if self.max_tokens is not None else max(DEFAULT_MAX_TOKENS, self.max_requests or 0)
 
     @property
@@ -184,9 +185,9 @@ class InferenceConfig:
         return int(self.buffer_size_gb * (1 << 30))
 
     def require_default(self, *names: str, because: str) -> None:
-        """For an engine that does not do what these fields ask for: refuse every value but the default.
+        """Reject every value but the default of fields that an engine does not support.
 
-        Raises InvalidConfigError naming the first such field, `because` and the value to leave it at.
+        Raises InvalidConfigError with the first such field, `because` and the default.
         """
         defaults = {field.name: field.default for field in fields(self)}
         for name in names:
@@ -218,52 +219,19 @@ _ENUMS: dict[str, type[StrEnum]] = {
 }
 """These fields take a member or its value."""
 
-_RULES: tuple[tuple[tuple[str, ...], Any, str], ...] = (
-    (
-        (
-            "block_size_tokens",
-            "max_waiting",
-            "cuda_graph_mixed_prefill_count",
-            "cuda_graph_max_tokens",
-            "ep_consensus_interval",
-        ),
-        _at_least(1),
-        "an integer >= 1",
-    ),
-    (("max_requests", "max_tokens"), _at_least(1, optional=True), "an integer >= 1, or None"),
-    (("max_sequence_length",), _at_least(2, optional=True), "an integer >= 2, or None"),
-    (("num_speculative_tokens", "logging_step_interval"), _at_least(0), "an integer >= 0"),
-    (("num_cuda_graphs",), _at_least(0, optional=True), "an integer >= 0, or None"),
-    (("unified_memory_level",), lambda value: _is_int(value) and value in (0, 1), "0 or 1"),
-    (("buffer_size_gb",), _amount, "a number > 0"),
-    (
-        ("paused_buffer_size_gb",),
-        lambda value: value is None or value == 0 or _amount(value),
-        "a number >= 0, or None",
-    ),
-    (
-        ("prefix_caching_routing_alpha",),
-        lambda value: value == 0 or (_amount(value) and value <= 1),
-        "a number from 0 to 1",
-    ),
-    (("sampling_backend",), *_one_of(SamplingBackend)),
-    (("logprobs_mode",), *_one_of(LogprobsMode)),
-    (("async_sched_mode",), *_one_of(AsyncSchedMode)),
-    (
-        (
-            "static_kv_memory_pointers",
-            "use_cuda_graphs_for_non_decode_steps",
-            "enable_chunked_prefill",
-            "batch_invariant",
-            "materialize_only_last_token_logits",
-            "enable_prefix_caching",
-            "offset_sampling_seed_by_dp_rank",
-            "track_paused_request_events",
-            "track_generated_token_events",
-            "disable_ep_consensus",
-            "use_synchronous_zmq_collectives",
-        ),
-        lambda value: isinstance(value, bool),
-        "True or False",
-    ),
+_RULES: tuple[tuple[str, Any, str], ...] = (
+    ("block_size_tokens max_waiting ep_consensus_interval", _at_least(1), "an integer >= 1"),
+    ("cuda_graph_mixed_prefill_count cuda_graph_max_tokens", _at_least(1), "an integer >= 1"),
+    ("max_requests max_tokens", _at_least(1, optional=True), "an integer >= 1, or None"),
+    ("max_sequence_length", _at_least(2, optional=True), "an integer >= 2, or None"),
+    ("num_speculative_tokens logging_step_interval", _at_least(0), "an integer >= 0"),
+    ("num_cuda_graphs", _at_least(0, optional=True), "an integer >= 0, or None"),
+    ("unified_memory_level", lambda value: _is_int(value) and value in (0, 1), "0 or 1"),
+    ("buffer_size_gb", _amount, "a number > 0"),
+    ("paused_buffer_size_gb", lambda value: value in (None, 0) or _amount(value), "a number >= 0, or None"),
+    ("prefix_caching_routing_alpha", lambda v: v == 0 or (_amount(v) and v <= 1), "a number from 0 to 1"),
+    ("sampling_backend", *_one_of(SamplingBackend)),
+    ("logprobs_mode", *_one_of(LogprobsMode)),
+    ("async_sched_mode", *_one_of(AsyncSchedMode)),
 )
+"""Names of fields, what they allow, and the words for it. A field with the default True or False takes these."""

@@ -1,17 +1,17 @@
-"""Why a request was not taken or was given up, as exceptions that keep their fields over the wire."""
+"""Errors of requests, as exceptions whose fields survive serialization."""
 
 from __future__ import annotations
 
 from typing import Any
 
 PERMANENT_CODES = range(400, 429)
-"""Error codes of replies that no repetition of the same request will mend."""
+"""Codes in replies of errors that are not transient."""
 
 
 class RequestRefusedError(ValueError):
-    """The engine cannot take this request.
+    """The engine cannot accept this request.
 
-    is_transient: the same request may be taken later.
+    is_transient: it may accept the same request later.
     """
 
     is_transient = True
@@ -25,7 +25,7 @@ class RequestRefusedError(ValueError):
 
 
 class RequestOverflowError(RequestRefusedError):
-    """More requests are open than the engine keeps."""
+    """Too many requests are waiting in the engine."""
 
 
 class TokenOverflowError(RequestRefusedError):
@@ -33,25 +33,25 @@ class TokenOverflowError(RequestRefusedError):
 
 
 class BlockOverflowError(RequestRefusedError):
-    """The request needs more KV blocks than there are."""
+    """The request needs more KV blocks than the engine has."""
 
 
 class MaxSequenceLengthOverflowError(RequestRefusedError):
-    """Prompt and answer do not fit the longest sequence of the model."""
+    """Prompt and answer exceed the maximum sequence length."""
 
     is_transient = False
 
 
 class ActiveRequestCountOverflowError(RequestRefusedError):
-    """More requests are to generate at once than the engine has slots for."""
+    """More requests are to run concurrently than the engine has slots for."""
 
 
 class TensorStateDeallocatedError(RequestRefusedError):
-    """The engine's memory has been given back: resume it first."""
+    """The engine has released its memory. Resume it first."""
 
 
 class RequestError(Exception):
-    """An error of a request that came over the wire and has no class here. `type` is the name it had there."""
+    """A deserialized error without a class here. `type` is the name of its class in the other process."""
 
     def __init__(self, type: str, message: str, *, request_id: int | None = None, is_transient: bool = True) -> None:
         super().__init__(message)
@@ -89,7 +89,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
 
 
 def deserialize_error(data: dict[str, Any]) -> RequestRefusedError | RequestError:
-    """The error of serialize_error(), or of a reply's `error` map, whose code tells whether it is transient."""
+    """Return the error of serialize_error(), or of a reply's `error` map, whose code says whether it is transient."""
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")
     known = _CLASSES.get(name)
     is_transient = data.get("is_transient")

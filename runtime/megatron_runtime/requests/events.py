@@ -1,4 +1,4 @@
-"""What happened to a request, and when: nine types of event."""
+"""Events in the life of a request, with their times."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class DynamicInferenceEventType(Enum):
     GENERATED_TOKEN = auto()
     PAUSE = auto()
     EVICT = auto()
-    """Lost its memory; it will be computed again."""
+    """Lost its KV cache; it will be computed again."""
     FINISH = auto()
     FAIL = auto()
     ERROR_TRANSIENT = auto()
@@ -32,7 +32,7 @@ _ERRORS = frozenset({DynamicInferenceEventType.ERROR_TRANSIENT, DynamicInference
 class DynamicInferenceEvent:
     """One event.
 
-    timestamp: seconds since the epoch; None takes the present.
+    timestamp: seconds since the epoch; None means now.
     payload:   a map with `token_id` for GENERATED_TOKEN, the exception for errors, None for all others.
     """
 

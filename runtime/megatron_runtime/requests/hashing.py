@@ -1,8 +1,8 @@
 """Block hashes of a prompt: equal prefixes have equal hashes, on the coordinator and on every engine. No torch.
 
-Two forms. SHA-256 is what engines and coordinator use: colliding prompts cannot be constructed. The polynomial is the
-one that `compute_block_hashes_batched` documents; its collisions are easy to make, so it must not decide whose cache
-is reused.
+There are two forms. Engines and coordinators use SHA-256, for which colliding prompts cannot be constructed. The
+polynomial is the default of `compute_block_hashes_batched`. Its collisions are easy to construct, so it must not decide
+which cache is reused.
 
 SHA-256:     d(-1) = 32 zero bytes (with a salt: SHA-256 of the salt); d(i) = SHA-256(d(i-1) + tokens of block i as
              little-endian int64); hash(i) = first 8 bytes of d(i), little-endian, modulo 2**63 - 1, plus 1.
@@ -39,9 +39,11 @@ def block_hashes(
     form: HashForm = HashForm.SHA256,
     salt: bytes = b"",
 ) -> list[int]:
-    """One positive hash per complete block of `tokens`, shape [n], each covering its block and all before it.
+    """Return one positive hash per complete block of `tokens`, shape [n], covering that block and all before it.
 
-    salt: separates tenants; only the SHA-256 form takes one.
+    salt: separates tenants; only for SHA-256.
+
+    Raises ValueError for a block size below 1, and for a salt with the polynomial.
     """
     if block_size < 1:
         raise ValueError(f"block_size {block_size}: want at least 1")
@@ -54,20 +56,20 @@ def block_hashes(
 
 
 def block_digests(tokens: Sequence[int] | npt.NDArray[Any], block_size: int, *, salt: bytes = b"") -> list[bytes]:
-    """The 32-byte digests d(i) of every complete block: what a cache is keyed with, as they have no collisions."""
+    """Return the 32-byte digests d(i) of every complete block. Caches are keyed with them."""
     return _chain(np.asarray(tokens, dtype=_INT64).tobytes(), block_size, salt=salt)
 
 
 def frame_hashes(frame: bytes, block_size: int, *, salt: str = "") -> list[int]:
-    """The SHA-256 form of block_hashes() for tokens as they travel, little-endian int32. It runs for every request."""
+    """Return block_hashes() with SHA-256 for encoded tokens, little-endian int32. It runs for every request."""
     data = np.frombuffer(frame, _INT32).astype(_INT64).tobytes()
-    from_bytes = int.from_bytes  # hash_of_digest() spelled out
+    from_bytes = int.from_bytes  # hash_of_digest(), inlined
     digests = _chain(data, block_size, salt=salt.encode())
     return [from_bytes(digest[:8], "little") % _SHA_MODULUS + 1 for digest in digests]
 
 
 def _chain(data: bytes, block_size: int, *, salt: bytes) -> list[bytes]:
-    """The digests of every complete block of `data`, little-endian int64."""
+    """Return the digests of every complete block of `data`, little-endian int64."""
     sha256 = hashlib.sha256
     digest = sha256(salt).digest() if salt else bytes(32)
     width = block_size * _INT64.itemsize

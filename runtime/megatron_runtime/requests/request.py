@@ -1,14 +1,93 @@
-"""Class for one inference request, whatever runs it: `Status`, `InferenceRequest`."""
+"""Inference requests under Megatron-Core's names, their records, and their msgpack form.
+
+`InferenceRequest` is any request, `DynamicInferenceRequest` one of the dynamic engine, `VLMInferenceRequest` one with
+images. A record holds the segments that checkpoints make of one request.
+
+torch is imported when the first tensor is created: clients, coordinators and servers never load it.
+"""
 
 from __future__ import annotations
 
+import copy
+import importlib
+import uuid
 import warnings
-from dataclasses import dataclass, fields
+from collections.abc import Iterable
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Protocol, Self
 
-from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.requests.values import pack_value, unpack_value
+import numpy as np
+
+from megatron_runtime.requests.errors import deserialize_error
+from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
+from megatron_runtime.requests.hashing import HashForm, block_hashes
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+# --- values as msgpack carries them -----------------------------------------------------------------------------------
+
+_PLAIN_DTYPES = {"float32": float, "int64": int, "bool": bool}
+"""Types that torch.tensor() gives to a list of Python numbers. The name of any other type is sent."""
+
+
+def load_torch() -> Any:
+    """Import torch when a tensor is created."""
+    return importlib.import_module("torch")
+
+
+def is_tensor(value: Any) -> bool:
+    return any(kind.__module__ == "torch" and kind.__name__ == "Tensor" for kind in type(value).__mro__)
+
+
+def as_list(values: Any) -> list[Any]:
+    """Return the items of a tensor, an array or a sequence as a list; [] for None."""
+    if values is None:
+        return []
+    return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def serialize_tensor(tensor: torch.Tensor) -> list[Any]:
+    """Return the values of a tensor as (nested) lists."""
+    values: list[Any] = tensor.detach().cpu().tolist()
+    return values
+
+
+def deserialize_tensor(tensor_as_list: list[Any]) -> torch.Tensor:
+    tensor: torch.Tensor = load_torch().tensor(tensor_as_list)
+    return tensor
+
+
+def pack_value(value: Any) -> Any:
+    """Return a tensor as ("tensor", values) or ("tensor", values, dtype), an array as ("ndarray", {data, dtype}).
+
+    Any other value is returned unchanged.
+    """
+    if is_tensor(value):
+        dtype = str(value.dtype).removeprefix("torch.")
+        values = serialize_tensor(value)
+        return ("tensor", values) if dtype in _PLAIN_DTYPES and value.numel() else ("tensor", values, dtype)
+    if isinstance(value, np.ndarray):
+        return ("ndarray", {"data": value.tolist(), "dtype": str(value.dtype)})
+    return value
+
+
+def unpack_value(value: Any) -> Any:
+    """Return the value of pack_value(), before or after a trip through msgpack."""
+    match value:
+        case ["tensor" | b"tensor", values]:
+            return deserialize_tensor(values)
+        case ["tensor" | b"tensor", values, str(dtype)]:
+            torch = load_torch()
+            return torch.tensor(values, dtype=getattr(torch, dtype))
+        case ["ndarray" | b"ndarray", {"data": data, "dtype": dtype}]:
+            return np.array(data, dtype=dtype)
+    return value
+
+
+# --- requests ---------------------------------------------------------------------------------------------------------
 
 
 class Status(Enum):
@@ -21,7 +100,7 @@ class Status(Enum):
 
 @dataclass(kw_only=True)
 class InferenceRequest:
-    """One request and what came of it.
+    """One request and its result.
 
     inference_parameters: former name of sampling_params.
     """
@@ -54,7 +133,7 @@ class InferenceRequest:
             self.inference_parameters = None
 
     def serialize(self) -> dict[str, Any]:
-        """Every field as msgpack-ready values."""
+        """Return every field as msgpack-ready values."""
         obj = {name: pack_value(value) for name, value in self.__dict__.items() if not name.startswith("_")}
         obj["status"] = self.status.name if self.status is not None else None
         obj["sampling_params"] = self.sampling_params.serialize() if self.sampling_params is not None else None
@@ -62,7 +141,7 @@ class InferenceRequest:
 
     @classmethod
     def deserialize(cls, obj: dict[str, Any]) -> Self:
-        """The request of serialize(), before or after a trip through msgpack. Unknown keys are ignored."""
+        """Return the request of serialize(), before or after a trip through msgpack. Unknown keys are ignored."""
         known = {item.name for item in fields(cls) if item.init}
         values = {name: unpack_value(value) for name, value in obj.items() if name in known}
         if isinstance(values.get("status"), str):
@@ -74,4 +153,442 @@ class InferenceRequest:
         return request
 
     def _post_deserialize(self, obj: dict[str, Any]) -> None:
-        """For subclasses: fields that need more than a value."""
+        """Hook for subclasses: set fields that are not plain values."""
+
+
+@dataclass(kw_only=True)
+class DynamicInferenceRequest(InferenceRequest):
+    """A request of the dynamic engine.
+
+    prompt_tokens, remaining_prompt_tokens: shape [n], a tensor or a list.
+    uid:                    "chatcmpl-…", the same in every segment of a record.
+    policy_epoch, kv_cache_epoch: `[first token, epoch]` pairs: weights that sampled the tokens, computed the cache.
+    policy_staleness, kv_cache_staleness: training steps since, one count per token.
+    precomputed_block_hashes: of the complete prompt blocks; computed if caching is on and none are given.
+    """
+
+    uid: str = field(default_factory=lambda: f"chatcmpl-{uuid.uuid4().hex}")
+    remaining_prompt_tokens: Any = None
+    policy_staleness: Any = None
+    kv_cache_staleness: Any = None
+    policy_epoch: list[Any] | None = None
+    kv_cache_epoch: list[Any] | None = None
+    latency: float | None = None
+    routing_indices: Any = None
+    finished_chunk_token_count: int = 0
+    stop_word_ids: list[list[int]] | None = None
+    block_size_tokens: int | None = None
+    enable_prefix_caching: bool = False
+    precomputed_block_hashes: list[int] = field(default_factory=list)
+    ttft: float | None = None
+    num_cached_tokens: int = 0
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    error: dict[str, Any] | None = None
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    event_add_engine: DynamicInferenceEvent | None = field(default=None, repr=False)
+    generated_tokens: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._prompt_length = 0
+        if self.prompt_tokens is not None and self.remaining_prompt_tokens is None:
+            self.remaining_prompt_tokens = copy.copy(self.prompt_tokens)
+        if self.enable_prefix_caching and self.block_size_tokens is not None and not self.precomputed_block_hashes:
+            salt = self.sampling_params.cache_salt if self.sampling_params is not None else None
+            self.precomputed_block_hashes = block_hashes(
+                as_list(self.prompt_tokens), self.block_size_tokens, form=HashForm.SHA256, salt=(salt or "").encode()
+            )
+
+    @property
+    def remaining_prompt_length(self) -> int:
+        return len(self.remaining_prompt_tokens) if self.remaining_prompt_tokens is not None else 0
+
+    @property
+    def prompt_length(self) -> int:
+        if self.prompt_tokens is None:
+            return self._prompt_length
+        return len(self.prompt_tokens)
+
+    def __str__(self) -> str:
+        status = self.status.name if self.status is not None else "None"
+        return ", ".join((f"id {self.request_id}", f"status {status}", f"prompt {self.prompt_length} tokens"))
+
+    def serialize(self) -> dict[str, Any]:
+        """Return all fields but event_add_engine; the prompt's tokens only with `return_prompt_tokens`."""
+        obj = super().serialize()
+        del obj["event_add_engine"]
+        obj["events"] = [event.serialize() for event in self.events]
+        obj["prompt_length"] = self.prompt_length
+        obj["remaining_prompt_tokens"] = None
+        if self.sampling_params is not None and self.sampling_params.return_prompt_tokens:
+            if self.prompt_tokens is not None:
+                obj["prompt_tokens"] = ("tensor", as_list(self.prompt_tokens))
+        else:
+            obj["prompt_tokens"] = None
+        if self.routing_indices is not None:
+            # The last token was sampled but not computed, so it has no routing.
+            rows = max(0, self.prompt_length + len(self.generated_tokens) - 1)
+            obj["routing_indices"] = pack_value(self.routing_indices[:rows])
+        return obj
+
+    def _post_deserialize(self, obj: dict[str, Any]) -> None:
+        self.events = [DynamicInferenceEvent.deserialize(event) for event in obj.get("events", [])]
+        # serialize() may omit the tokens, but never their number.
+        self._prompt_length = obj.get("prompt_length") or 0
+
+    @property
+    def tracked_metadata(self) -> list[Any]:
+        """Parameters that the batch keeps for each request, in the order of get_metadata_types()."""
+        params = self.sampling_params
+        assert params is not None, f"request {self.request_id} has no sampling_params"
+        if params.termination_id is None:
+            params.termination_id = IGNORE_EOS
+        return [getattr(params, name) for name, _, _ in self.get_metadata_types()]
+
+    @staticmethod
+    def get_metadata_types() -> list[tuple[str, torch.dtype, bool]]:
+        """Return (name, dtype, whether it is on the device) of each tracked parameter."""
+        torch = load_torch()
+        return [
+            ("temperature", torch.float32, False),
+            ("top_k", torch.int32, False),
+            ("top_p", torch.float32, False),
+            ("termination_id", torch.int64, True),
+            ("return_log_probs", torch.bool, False),
+            ("skip_prompt_log_probs", torch.bool, False),
+            ("top_n_logprobs", torch.int32, False),
+        ]
+
+    def continued(self) -> Self:
+        """Return the next segment: its prompt is prompt + generated tokens, its budget the rest of this one's.
+
+        Raises ValueError if all tokens have been generated.
+        """
+        if self.event_add_engine is None:
+            self.add_event_add_engine()
+        params = copy.copy(self.sampling_params)
+        if params is not None and params.num_tokens_to_generate is not None:
+            left = params.num_tokens_to_generate - len(self.generated_tokens)
+            if left < 1:
+                raise ValueError(
+                    f"request {self.request_id} has generated all its tokens: there is nothing to continue"
+                )
+            params.num_tokens_to_generate = left
+        tokens: Any = as_list(self.prompt_tokens) + list(self.generated_tokens)
+        if is_tensor(self.prompt_tokens):
+            tokens = load_torch().tensor(tokens, dtype=self.prompt_tokens.dtype, device=self.prompt_tokens.device)
+        return type(self)(
+            request_id=self.request_id,
+            uid=self.uid,
+            prompt_tokens=tokens,
+            sampling_params=params,
+            arrival_time=self.arrival_time,
+            status=self.status,
+            policy_epoch=copy.copy(self.policy_epoch),
+            policy_staleness=self.policy_staleness,
+            stop_word_ids=self.stop_word_ids,
+            block_size_tokens=self.block_size_tokens,
+            enable_prefix_caching=self.enable_prefix_caching,
+            event_add_engine=self.event_add_engine,
+        )
+
+    def add_event(self, type: DynamicInferenceEventType, payload: Any | None = None) -> DynamicInferenceEvent:
+        event = DynamicInferenceEvent(type, payload=payload)
+        self.events.append(event)
+        return event
+
+    def add_event_add_engine(self) -> None:
+        self.event_add_engine = self.add_event(DynamicInferenceEventType.ADD_ENGINE)
+
+    def add_event_add_context(self) -> None:
+        self.add_event(DynamicInferenceEventType.ADD_CONTEXT)
+
+    def add_event_generated_token(
+        self,
+        token: int,
+        blocks_total: int | None = None,
+        blocks_hashed_total: int | None = None,
+        blocks_hashed_active: int | None = None,
+        blocks_ref_count: int | None = None,
+    ) -> None:
+        """Record a token, with the statistics of the block allocator if given. The first token sets ttft."""
+        statistics = {
+            "blocks_total": blocks_total,
+            "blocks_hashed_total": blocks_hashed_total,
+            "blocks_hashed_active": blocks_hashed_active,
+            "blocks_ref_count": blocks_ref_count,
+        }
+        payload = {"token_id": token, **{name: value for name, value in statistics.items() if value is not None}}
+        event = self.add_event(DynamicInferenceEventType.GENERATED_TOKEN, payload)
+        if self.ttft is None and self.event_add_engine is not None:
+            self.ttft = event.at - self.event_add_engine.at
+
+    def add_event_pause(self) -> None:
+        self.add_event(DynamicInferenceEventType.PAUSE)
+
+    def add_event_evict(self) -> None:
+        self.add_event(DynamicInferenceEventType.EVICT)
+
+    def add_event_finish(self) -> None:
+        self.add_event(DynamicInferenceEventType.FINISH)
+
+    def add_event_fail(self) -> None:
+        self.add_event(DynamicInferenceEventType.FAIL)
+
+    def add_event_error_transient(self, error: Exception) -> None:
+        self.add_event(DynamicInferenceEventType.ERROR_TRANSIENT, error)
+
+    def add_event_error_nontransient(self, error: Exception) -> None:
+        self.add_event(DynamicInferenceEventType.ERROR_NONTRANSIENT, error)
+
+    def succeeded(self) -> bool:
+        """Whether there was no permanent error."""
+        return all(event.type is not DynamicInferenceEventType.ERROR_NONTRANSIENT for event in self.events)
+
+    def failed(self) -> bool:
+        return not self.succeeded()
+
+
+@dataclass(kw_only=True)
+class VLMInferenceRequest(DynamicInferenceRequest):
+    """A request of a vision-language model. Prefix caching is off, because block hashes do not cover the images.
+
+    num_img_embeddings_per_tile: embeddings that replace one tile in the sequence.
+    imgs:               pixels of all tiles, shape [tiles, channels, height, width]; None for text alone.
+    num_tiles:          tiles of each image, shape [images].
+    decoder_seq_length: length of the sequence with the embeddings in place.
+    """
+
+    num_img_embeddings_per_tile: int = 0
+    imgs: Any = None
+    num_tiles: Any = None
+    decoder_seq_length: int | None = None
+
+    def __post_init__(self) -> None:
+        self.enable_prefix_caching = False
+        super().__post_init__()
+
+    @property
+    def num_img_embeddings(self) -> int:
+        """Embeddings of all images together."""
+        return 0 if self.num_tiles is None else int(sum(self.num_tiles)) * self.num_img_embeddings_per_tile
+
+    def continued(self) -> Self:
+        segment = super().continued()
+        segment.num_img_embeddings_per_tile = self.num_img_embeddings_per_tile
+        segment.imgs = self.imgs
+        segment.num_tiles = self.num_tiles
+        if self.decoder_seq_length is not None:
+            segment.decoder_seq_length = self.decoder_seq_length + len(self.generated_tokens)
+        return segment
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+_WEIGHTS = ("policy_epoch", "kv_cache_epoch", "policy_staleness", "kv_cache_staleness")
+"""Fields that say which weights a request ran on."""
+
+
+@dataclass
+class DynamicInferenceRequestRecord:
+    """The segments of one request. A checkpoint appends a segment whose prompt includes the generated tokens."""
+
+    requests: list[DynamicInferenceRequest] = field(default_factory=list)
+    latency: float | None = None
+
+    @classmethod
+    def from_request(cls, request: DynamicInferenceRequest) -> Self:
+        return cls(requests=[request])
+
+    @classmethod
+    def from_reply(cls, reply: dict[str, Any]) -> Self:
+        """Return the record of a client's reply map. Its `error` becomes an event, so that failed() is true."""
+        request = DynamicInferenceRequest.deserialize(reply)
+        request.generated_tokens = list(reply.get("generated_tokens") or [])
+        if request.error is not None:
+            error = deserialize_error({"request_id": request.request_id, **request.error})
+            add = request.add_event_error_transient if error.is_transient else request.add_event_error_nontransient
+            add(error)
+        return cls(requests=[request], latency=reply.get("latency"))
+
+    def __getitem__(self, idx: int) -> DynamicInferenceRequest:
+        return self.requests[idx]
+
+    @property
+    def request_id(self) -> int:
+        return self.requests[0].request_id
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and generated tokens of all segments: the last prompt includes the earlier segments."""
+        return self.requests[-1].prompt_length + len(self.requests[-1].generated_tokens)
+
+    @staticmethod
+    def _update_staleness_tensor(
+        tensor: torch.Tensor | None, total_tokens: int, increment: bool = True
+    ) -> torch.Tensor:
+        """Return `tensor` padded with zeros to `total_tokens`, and incremented by one if `increment`."""
+        torch = load_torch()
+        current = torch.zeros(0, dtype=torch.int32) if tensor is None else tensor
+        missing = total_tokens - len(current)
+        if missing > 0:
+            current = torch.cat([current, torch.zeros(missing, dtype=current.dtype)])
+        return current + 1 if increment else current
+
+    def increment_staleness(self, policy_only: bool = False) -> None:
+        """After a training step: increment the staleness of every token so far.
+
+        policy_only: for evicted requests, which have no cache.
+        """
+        request = self.requests[-1]
+        request.policy_staleness = self._update_staleness_tensor(request.policy_staleness, self.total_tokens)
+        if not policy_only:
+            request.kv_cache_staleness = self._update_staleness_tensor(request.kv_cache_staleness, self.total_tokens)
+
+    def stamp_epoch(self, epoch: int) -> None:
+        """Label the tokens sampled and caches computed from now on with `epoch`."""
+        request = self.requests[-1]
+        for name in ("policy_epoch", "kv_cache_epoch"):
+            spans = getattr(request, name)
+            # The old weights sampled the newest token, but the new ones compute its cache entry.
+            start = max(0, self.total_tokens - 1)
+            setattr(request, name, [[0, epoch]] if not spans else [*spans, [start, epoch]])
+
+    def stamp_recomputed_cache(self, epoch: int) -> None:
+        """Record that the whole cache was computed again, by the weights of `epoch`."""
+        self.requests[-1].kv_cache_epoch = [[0, epoch]]
+
+    def checkpoint(self, tokenizer: Any = None) -> None:
+        """Append a segment whose prompt is prompt + generated tokens. `tokenizer` is unused."""
+        self.requests.append(self.requests[-1].continued())
+
+    def merge(self, tokenizer: Any = None) -> DynamicInferenceRequest:
+        """Return one request as if there had been no checkpoints. `tokenizer` is unused.
+
+        The prompt is that of the first segment, status and epochs those of the last; generated values are joined.
+        """
+        first, last = self.requests[0], self.requests[-1]
+        tokens = [token for request in self.requests for token in request.generated_tokens]
+        texts = [request.generated_text for request in self.requests]
+        arrivals = [request.ttft for request in self.requests if request.ttft is not None]
+        joined = ("generated_log_probs", "generated_top_n_logprobs", "tpot", "routing_indices")
+        merged = replace(
+            first,
+            ttft=arrivals[0] if arrivals else None,
+            generated_tokens=tokens,
+            generated_text=None if None in texts else "".join(text for text in texts if text),
+            generated_length=len(tokens),
+            events=[event for request in self.requests for event in request.events],
+            latency=self.latency,
+            **{name: self._joined(name) for name in joined},
+            **{name: getattr(last, name) for name in ("status", "finish_reason", "stop_reason", "error", *_WEIGHTS)},
+        )
+        merged._prompt_length = first.prompt_length
+        return merged
+
+    def _joined(self, name: str) -> Any:
+        """Return the values of all segments joined, as a tensor if all are tensors; None if no segment has any."""
+        parts = [getattr(request, name) for request in self.requests if getattr(request, name) is not None]
+        if not parts:
+            return None
+        if all(map(is_tensor, parts)):
+            return load_torch().cat(parts)
+        return [item for part in parts for item in as_list(part)]
+
+    def serialize(self) -> dict[str, Any]:
+        return {"requests": [request.serialize() for request in self.requests], "latency": self.latency}
+
+    @classmethod
+    def deserialize(cls, obj: dict[str, Any]) -> Self:
+        kinds = [
+            VLMInferenceRequest if "num_img_embeddings_per_tile" in one else DynamicInferenceRequest
+            for one in obj["requests"]
+        ]
+        return cls([kind.deserialize(one) for kind, one in zip(kinds, obj["requests"], strict=True)], obj["latency"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinishedRequestRecord:
+    """Statistics of a finished request: staleness and cost, without tokens.
+
+    num_evictions: how often it lost its cache and was computed again.
+    """
+
+    request_id: int
+    uid: str
+    prompt_length: int
+    generated_length: int
+    policy_epoch: list[Any] | None
+    kv_cache_epoch: list[Any] | None
+    policy_staleness: Any
+    kv_cache_staleness: Any
+    num_evictions: int
+    finish_reason: str | None
+    ttft: float | None
+    latency: float | None
+
+    @classmethod
+    def from_record(cls, record: DynamicInferenceRequestRecord) -> Self:
+        merged = record.merge()
+        values = {item.name: getattr(merged, item.name) for item in fields(cls) if item.name not in _COUNTED}
+        evictions = sum(event.type is DynamicInferenceEventType.EVICT for event in merged.events)
+        return cls(generated_length=len(merged.generated_tokens), num_evictions=evictions, **values)
+
+
+_COUNTED = ("generated_length", "num_evictions")
+
+# --- from a reply to the request of a Python caller -------------------------------------------------------------------
+
+
+class TextOfTokens(Protocol):
+    """Converts token ids to text."""
+
+    def detokenize(self, tokens: Iterable[int]) -> str: ...
+
+
+def answered_request(
+    reply: dict[str, Any],
+    *,
+    prompt: str | list[int],
+    prompt_tokens: list[int],
+    sampling_params: SamplingParams,
+    text: TextOfTokens | None,
+) -> DynamicInferenceRequest:
+    """Return the request of a reply map, with its texts.
+
+    prompt: as the caller gave it. Text is added to a prompt of tokens.
+    text:   None for an engine whose tokens have no text.
+    """
+    request = DynamicInferenceRequestRecord.from_reply(reply).merge()
+    request.sampling_params = copy.copy(sampling_params)  # a copy, because the caller may reuse the object
+    request.prompt_tokens = prompt_tokens
+    request.prompt = prompt if isinstance(prompt, str) else None
+    if text is None:
+        return request
+    if request.prompt is None:
+        request.prompt = text.detokenize(prompt_tokens)
+    if request.generated_text is None:
+        tokens = request.generated_tokens
+        ended_by_token = isinstance(request.stop_reason, int) and tokens[-1:] == [request.stop_reason]
+        request.generated_text = text.detokenize(tokens[:-1] if ended_by_token else tokens)
+    if sampling_params.return_segments:
+        request.generated_segments = [text.detokenize([token]) for token in request.generated_tokens]
+    for name in ("prompt_top_n_logprobs", "generated_top_n_logprobs"):
+        setattr(request, name, _by_text(getattr(request, name), text))
+    return request
+
+
+def _by_text(positions: list[Any] | None, text: TextOfTokens) -> list[dict[str, float]] | None:
+    """Convert lists of [id, log-prob] to maps by the token's text. Of tokens with equal text the likeliest counts."""
+    if positions is None:
+        return None
+    found = []
+    for position in positions:
+        likeliest: dict[str, float] = {}
+        for token, log_prob in position:
+            name = text.detokenize([token])
+            likeliest[name] = max(log_prob, likeliest.get(name, float("-inf")))
+        found.append(likeliest)
+    return found

@@ -1,4 +1,4 @@
-"""How the tokens of one request are chosen and when they end. No torch: shared by clients, servers and engines."""
+"""`SamplingParams`: how the tokens of a request are sampled and when it ends. Shared by all processes; no torch."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any, Self
 from megatron_runtime.protocol.text import printable
 
 STRUCTURED_OUTPUT_TYPES = ("json_schema", "json_object", "regex", "grammar", "choice")
-"""value: a JSON schema (map), nothing, a regular expression, a Lark grammar, a list of texts."""
+"""Their values: a JSON schema (map), none, a regular expression, a Lark grammar, a list of texts."""
 
 MAX_LOGIT_BIAS_TOKENS = 1024
 MAX_TOP_LOGPROBS = 1000
 
 MAX_QUOTED_CHARACTERS = 200
-"""A longer value is cut where an error quotes it."""
+"""A longer value is cut in error messages."""
 
 IGNORE_EOS = -1
-"""`termination_id` that lets no token of the vocabulary end a request."""
+"""The `termination_id` with which no token of the vocabulary ends a request."""
 
 
 class InvalidSamplingParamsError(ValueError):
-    """A sampling parameter is out of range. `field` names it, the message carries value, range and remedy."""
+    """A sampling parameter is out of range. `field` is its name; the text has the value, the range and the remedy."""
 
     def __init__(self, field: str, value: object, allowed: str) -> None:
         super().__init__(printable(f"sampling parameter {field}={_brief(value)} is invalid: use {allowed}", lines=True))
@@ -33,7 +33,7 @@ class InvalidSamplingParamsError(ValueError):
 
 
 def _brief(value: object) -> str:
-    """The value as an error quotes it: repr() fails for what is nested too deeply or has too many digits."""
+    """Quote the value in an error. repr() fails for values that are nested too deeply or have too many digits."""
     try:
         text = repr(value)
     except (RecursionError, ValueError):
@@ -60,23 +60,23 @@ class SamplingParams:
     structured_output:     {"type": …, "value": …} that the answer's text must match: see STRUCTURED_OUTPUT_TYPES.
     num_tokens_to_generate: the most new tokens; None means up to the engine's sequence limit.
     num_tokens_total:      the most prompt + new tokens; at most one of the two may be given.
-    min_tokens:            tokens generated before an end-of-sequence token or stop may end the request; the tokens that
-                           would end it are not drawn before, unless structured output allows nothing else.
+    min_tokens:            tokens generated before an end-of-sequence token or stop text may end the request. Tokens
+                           that would end it earlier are not sampled, unless structured output allows no others.
     termination_id:        the token that ends the request; None means the model's own, -1 means none.
     stop_token_ids:        further tokens that end the request (kept out of the answer's text).
     stop_words:            texts that end the request.
     detokenize_stop_sequence: keep the matched stop text in the answer.
-    seed:                  64-bit seed; None lets the originator of the request mint one.
-    return_log_probs:      log-probability of each generated token: of unmodified logits or of what was sampled from, as
-                           the engine's logprobs_mode says.
-    top_n_logprobs:        log-probabilities of the n likeliest tokens at each position, too.
+    seed:                  64-bit seed; None: the originator of the request draws one.
+    return_log_probs:      log-probability of each generated token, of the unmodified or the processed logits, according
+                           to the engine's logprobs_mode.
+    top_n_logprobs:        also the log-probabilities of the n likeliest tokens at each position.
     skip_prompt_log_probs: no log-probabilities for prompt tokens.
     return_prompt_tokens:  the reply carries the prompt's tokens.
     return_segments:       the reply carries the text of each token.
     add_BOS:               put the begin-of-sequence token before a string prompt.
     streaming:             send partial replies.
     streaming_interval:    fewest unsent tokens that make a partial reply.
-    priority:              the lower number goes first where requests wait; equal ones in the order of arrival.
+    priority:              of waiting requests the lowest number runs first; equal ones in the order of arrival.
     cache_salt:            requests share cached prefixes only with requests of the same salt.
     """
 
@@ -136,7 +136,7 @@ class SamplingParams:
 
     @property
     def wants_prompt_log_probs(self) -> bool:
-        """Its prompt has to be computed whole: what a prefix cache holds tells nothing about it."""
+        """Whether the whole prompt must be computed, because the prefix cache has no log-probabilities."""
         return self.wants_log_probs and not self.skip_prompt_log_probs
 
     def check_vocabulary(self, vocab_size: int) -> None:
@@ -146,7 +146,7 @@ class SamplingParams:
             raise InvalidSamplingParamsError("logit_bias", {unknown[0]: "…"}, f"token ids from 0 to {vocab_size - 1}")
 
     def add_attributes(self, attributes: Mapping[str, Any]) -> None:
-        """Set attributes, known or not; unknown ones survive serialize() and deserialize()."""
+        """Set attributes, also unknown ones, which survive serialize() and deserialize()."""
         known = {field.name for field in fields(self)}
         for name, value in attributes.items():
             if name not in known and hasattr(type(self), name):
@@ -155,7 +155,7 @@ class SamplingParams:
         self.validate()
 
     def serialize(self) -> dict[str, Any]:
-        """Every attribute, as msgpack-ready values."""
+        """Return every attribute, as msgpack-ready values."""
         return dict(self.__dict__)
 
     @classmethod
@@ -193,7 +193,7 @@ def _flag(value: object) -> bool:
 
 
 def _in_range(low: float, high: float) -> Any:
-    # Integers beyond the range of floats compare exactly, so they are refused here.
+    # Integers beyond the range of floats compare exactly, so they are rejected here.
     return lambda value: _is_number(value) and low <= value <= high
 
 

@@ -1,7 +1,7 @@
-"""Compiles a grammar with llguidance, and is the process that tries hostile ones first. No torch, no NumPy.
+"""The grammar compiler, llguidance, and the process that tries each grammar first. No torch, no NumPy.
 
-The compiler is native code. A grammar within its own limits can still overflow its stack, run for minutes or take
-gigabytes. So the engine compiles a grammar only after a SacrificialProcess that runs this module compiled it, on a
+The compiler is native code. A grammar within its limits can still overflow its stack, run for minutes or take
+gigabytes. So the engine compiles a grammar only after a SacrificialProcess, which runs this module, compiled it on a
 smaller stack.
 """
 
@@ -30,7 +30,7 @@ _LIMITS = {
     "max_grammar_size": 100_000,
     "verbose_errors": False,
 }
-"""Limits that the compiler itself keeps. They bound neither its stack nor the time of `multipleOf`."""
+"""Limits that the compiler enforces. They bound neither its stack nor the time of `multipleOf`."""
 
 STACK_BYTES = 1 << 20
 """Stack on which the process tries a grammar."""
@@ -48,7 +48,7 @@ MAX_COMPILED_BYTES = 32 << 20
 """Most memory that a compiled grammar may take in the engine."""
 
 _JSON = {"whitespace_pattern": r"[ \n\r\t]{0,20}"}
-"""A small model may generate white space without end where JSON allows it."""
+"""A small model may generate white space endlessly where JSON allows it."""
 
 
 class InvalidGrammarError(ValueError):

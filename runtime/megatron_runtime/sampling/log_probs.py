@@ -16,7 +16,7 @@ from megatron_runtime.sampling.batch import Float32, Int32
 
 @dataclass(frozen=True, slots=True)
 class LogProbs:
-    """chosen_N: float32; of each row's token. top_ids_NK, top_NK: int32, float32; the likeliest, descending."""
+    """chosen_N: float32, of each row's token. top_ids_NK, top_NK: int32 and float32, the likeliest, descending."""
 
     chosen_N: Float32
     top_ids_NK: Int32
@@ -29,7 +29,7 @@ class LogProbs:
 
 
 def log_probs(logits_NV: Float32, tokens_N: npt.NDArray[np.integer], *, top_n: int) -> LogProbs:
-    """top_n: K, at most V; equals go by the lower id."""
+    """Log-probabilities of `tokens_N`. top_n: K, at most V. Of equal values the lower id comes first."""
     vocabulary = logits_NV.shape[1]
     top_n = min(top_n, vocabulary)
     shifted_NV = logits_NV - logits_NV.max(axis=-1, keepdims=True)
@@ -41,7 +41,7 @@ def log_probs(logits_NV: Float32, tokens_N: npt.NDArray[np.integer], *, top_n: i
 
 
 def joined(parts: Sequence[LogProbs]) -> LogProbs:
-    """The lines of all parts, which have the same K."""
+    """The rows of all parts, which have the same K."""
     return LogProbs(
         np.concatenate([part.chosen_N for part in parts]),
         np.concatenate([part.top_ids_NK for part in parts]),

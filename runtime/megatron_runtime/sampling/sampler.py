@@ -1,30 +1,124 @@
-"""Sampling of any mix of requests in one batch.
+"""Sampling of any mix of requests in one batch. No torch.
 
 A token is drawn with one uniform number: it is the first, in the order of ids, at which the cumulative weight of the
-tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so that its token does
-not depend on its batch.
+tokens that the filters keep exceeds this share of their sum. Every row is computed by itself, so its token does not
+depend on its batch. The number comes from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1,
+2, 3"). This counter-based generator has no state: the number for (seed, position) is the same in any batch, on any
+engine, and after a request was moved or replayed.
 
 N rows, V vocabulary, C candidates.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.sampling.batch import Float32, LogitEdits, SamplingBatch
-from megatron_runtime.sampling.philox import uniform
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, Float32, Int32, LogitEdits, SamplingBatch
+from megatron_runtime.sampling.log_probs import LogProbs, joined, log_probs
+
+Int64 = npt.NDArray[np.int64]
+UInt64 = npt.NDArray[np.uint64]
 
 _CANDIDATE_WEIGHTS = (1e-2, 1e-4, 1e-7, 0.0)
-"""Only tokens at least this likely, compared with the likeliest, are sorted; where they do not decide, the next."""
-
-
+"""Only tokens at least this likely, relative to the likeliest, are sorted; if they do not decide, the next value."""
 _BLOCK = 256
+_ROUNDS = 10
+_MULTIPLIERS = np.uint64(0xD2511F53), np.uint64(0xCD9E8D57)
+_WEYL = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
+_LOW = np.uint64(0xFFFFFFFF)
+_HALF = np.uint64(32)
 
 
-def sample(logits_NV: Float32, batch: SamplingBatch, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+class StepLogits(Protocol):
+    """The output of one forward pass, on any device. Logits are computed, or copied to the host, as they are needed."""
+
+    @property
+    def sampled_rows(self) -> Int64:
+        """int64 [n]; the rows of the plan that need a token, in the order of sampled_logits()."""
+
+    def draw(self) -> Int32 | None:
+        """int32 [n]: tokens that the device drew from the model's own logits; None if the host samples."""
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        """float32 [n, V]. which: indices of these sampled rows, ascending; None means all."""
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        """(row of the plan, number of the first target, float32 [m, V]) for each block of prompt targets."""
+
+    def share_logits(self) -> None:
+        """On a rank that does not sample: contribute its part of all logits that the sampling rank reads."""
+
+
+def sample_step(
+    step: StepLogits, batch: SamplingBatch, *, reports_raw: bool
+) -> tuple[Int32, dict[int, LogProbs], dict[int, LogProbs]]:
+    """Sample the tokens of one step.
+
+    reports_raw: log-probabilities are of the model's own logits, not of those that tokens are drawn from.
+
+    Returns int32 tokens by row, -1 where nothing was sampled; log-probabilities by row that asks for them; and those
+    of prompt tokens by row. Prompt tokens were not drawn: theirs are always of the model's own logits.
+    """
+    tokens = np.full(len(batch.temperature), -1, dtype=np.int32)
+    reported: dict[int, LogProbs] = {}
+    rows = step.sampled_rows
+    if len(rows):
+        drawn = step.draw()
+        if drawn is None:
+            reported = _sample_rows(step.sampled_logits(), rows, batch, tokens, reports_raw=reports_raw)
+        else:
+            tokens[rows] = drawn
+            # The device draws from the model's own logits, and reports nothing of them.
+            is_edited = np.array([row in batch.edits for row in rows.tolist()])
+            here = np.flatnonzero(is_edited | (batch.num_log_probs[rows] != NO_LOG_PROBS))
+            if len(here):
+                reported = _sample_rows(step.sampled_logits(here), rows[here], batch, tokens, reports_raw=reports_raw)
+    of_prompts: dict[int, list[LogProbs]] = {}
+    for row, first, logits_NV in step.prompt_logits():
+        targets = batch.prompt_targets[row][first : first + len(logits_NV)]
+        lines = log_probs(logits_NV, targets, top_n=max(0, int(batch.num_log_probs[row])))
+        of_prompts.setdefault(row, []).append(lines)
+    return tokens, reported, {row: joined(parts) for row, parts in of_prompts.items()}
+
+
+def _sample_rows(
+    logits_NV: Float32, rows: Int64, batch: SamplingBatch, tokens: Int32, *, reports_raw: bool
+) -> dict[int, LogProbs]:
+    """Fill in `tokens` of `rows`; return the log-probabilities that the rows ask for."""
+    wanted = np.flatnonzero(batch.num_log_probs[rows] != NO_LOG_PROBS)
+    # sample() changes logits in place.
+    reported = {int(rows[index]): logits_NV[index].copy() for index in wanted}
+    tokens[rows] = sample(logits_NV, batch, rows)
+    if not reports_raw:
+        reported = {row: processed_logits(logits_V, batch, row) for row, logits_V in reported.items()}
+    return {
+        row: log_probs(logits_V[None], tokens[row : row + 1], top_n=int(batch.num_log_probs[row]))
+        for row, logits_V in reported.items()
+    }
+
+
+def processed_logits(logits_V: Float32, batch: SamplingBatch, row: int) -> Float32:
+    """The logits that the token of `row` is drawn from: divided by the temperature, -inf where a filter removes it."""
+    edits, temperature = batch.edits.get(row), float(batch.temperature[row])
+    if edits is not None:
+        apply_edits(logits_V, edits)
+    if temperature == 0:
+        return logits_V
+    ids_C = _kept_ids_of(batch, row, _weights(logits_V, temperature))
+    scaled_V = logits_V / np.float32(temperature)
+    if ids_C is None:
+        return scaled_V
+    kept_V = np.full_like(scaled_V, -np.inf)
+    kept_V[ids_C] = scaled_V[ids_C]
+    return kept_V
+
+
+def sample(logits_NV: Float32, batch: SamplingBatch, rows: Int64) -> Int32:
     """Return a token for every row, int32 [N]. The logits of rows with edits are changed in place.
 
     rows: int64 [N]; the row of `batch` that each row of logits belongs to.
@@ -41,10 +135,7 @@ def sample(logits_NV: Float32, batch: SamplingBatch, rows: npt.NDArray[np.int64]
     for index, number in zip(drawn.tolist(), numbers.tolist(), strict=True):
         row = rows[index]
         weights_V = _weights(logits_NV[index], float(temperature[index]))
-        ids_C = kept_ids(
-            weights_V, top_k=int(batch.top_k[row]), top_p=float(batch.top_p[row]), min_p=float(batch.min_p[row])
-        )
-        tokens[index] = _invert(weights_V, ids_C, float(number))
+        tokens[index] = _invert(weights_V, _kept_ids_of(batch, int(row), weights_V), float(number))
     return tokens
 
 
@@ -69,19 +160,6 @@ def apply_edits(logits_V: Float32, edits: LogitEdits) -> None:
             logits_V[edits.banned] = held_back
 
 
-def filtered_logits(logits_V: Float32, *, temperature: float, top_k: int, top_p: float, min_p: float) -> Float32:
-    """Return the logits that a token is drawn from: divided by the temperature, -inf where a filter took the token."""
-    if temperature == 0:
-        return logits_V
-    ids_C = kept_ids(_weights(logits_V, temperature), top_k=top_k, top_p=top_p, min_p=min_p)
-    scaled_V = logits_V / np.float32(temperature)
-    if ids_C is None:
-        return scaled_V
-    kept_V = np.full_like(scaled_V, -np.inf)
-    kept_V[ids_C] = scaled_V[ids_C]
-    return kept_V
-
-
 def _weights(logits_V: Float32, temperature: float) -> Float32:
     """Return probabilities up to a factor; the largest is 1."""
     scaled_V = logits_V - logits_V.max()
@@ -89,7 +167,13 @@ def _weights(logits_V: Float32, temperature: float) -> Float32:
     return np.exp(scaled_V, out=scaled_V)
 
 
-def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> npt.NDArray[np.int64] | None:
+def _kept_ids_of(batch: SamplingBatch, row: int, weights_V: Float32) -> Int64 | None:
+    return kept_ids(
+        weights_V, top_k=int(batch.top_k[row]), top_p=float(batch.top_p[row]), min_p=float(batch.min_p[row])
+    )
+
+
+def kept_ids(weights_V: Float32, *, top_k: int, top_p: float, min_p: float) -> Int64 | None:
     """Return the ids that top-k and min-p keep, and of these top-p, ascending; None for all."""
     if top_k == 0 and not 0 < top_p < 1:
         return np.flatnonzero(weights_V >= min_p) if min_p > 0 else None
@@ -119,7 +203,7 @@ def _kept_count(weights_C: Float32, *, total: float, top_k: int, top_p: float, i
     return min(reached + 1, kept)
 
 
-def _invert(weights_V: Float32, ids_C: npt.NDArray[np.int64] | None, number: float) -> int:
+def _invert(weights_V: Float32, ids_C: Int64 | None, number: float) -> int:
     if ids_C is not None:
         return int(ids_C[_first_beyond(weights_V[ids_C].cumsum(dtype=np.float64), number)])
     # First the block, then the token in it: cheaper than adding up the whole vocabulary one by one.
@@ -140,5 +224,35 @@ def _first_beyond(cumulative_C: npt.NDArray[np.float64], number: float) -> int:
 
 
 @cache
-def _block_starts(vocabulary: int) -> npt.NDArray[np.int64]:
+def _block_starts(vocabulary: int) -> Int64:
     return np.arange(0, vocabulary, _BLOCK)
+
+
+def philox4x32(counters: UInt64, keys: UInt64) -> UInt64:
+    """Return 4 random words of 32 bits, each in a uint64, for every counter.
+
+    counters: uint64 [4, n], four words of 32 bits each.
+    keys:     uint64 [2, n], two words of 32 bits each.
+    """
+    x0, x1, x2, x3 = counters
+    k0, k1 = keys
+    for _ in range(_ROUNDS):
+        product0, product1 = x0 * _MULTIPLIERS[0], x2 * _MULTIPLIERS[1]
+        x0, x1, x2, x3 = (product1 >> _HALF) ^ x1 ^ k0, product1 & _LOW, (product0 >> _HALF) ^ x3 ^ k1, product0 & _LOW
+        k0, k1 = (k0 + _WEYL[0]) & _LOW, (k1 + _WEYL[1]) & _LOW
+    return np.stack((x0, x1, x2, x3))
+
+
+def uniform(seeds: UInt64, positions: npt.NDArray[Any]) -> npt.NDArray[np.float64]:
+    """Return one number of (0, 1), both ends excluded, for every (seed, position).
+
+    seeds:     uint64 [n].
+    positions: integers >= 0, [n].
+    """
+    counters = np.zeros((4, len(seeds)), dtype=np.uint64)
+    positions = positions.astype(np.uint64)
+    counters[0], counters[1] = positions & _LOW, positions >> _HALF
+    words = philox4x32(counters, np.stack((seeds & _LOW, seeds >> _HALF)))
+    # 52 bits and a half: one bit more would round the largest number up to 1.
+    bits = (words[0] << np.uint64(20)) | (words[1] >> np.uint64(12))
+    return (bits.astype(np.float64) + 0.5) * 2.0**-52

@@ -1,11 +1,11 @@
 """Answers that must match a JSON schema, a regular expression, a grammar or a list of texts, by llguidance. No torch.
 
-A grammar becomes, before every token, the set of tokens that may come next. Its state follows from the tokens so far,
-so that a request that moved to another engine continues with the same constraints.
+Before every token, a grammar gives the set of allowed tokens. Its state follows from the tokens so far, so a request
+that moved to another engine continues under the same constraints.
 
-Grammars are hostile input. Four bounds keep one from harming other requests: limits on its text (grammar_limits), a
-process that compiles it first and may die (grammar_compiler), masks computed on threads of their own, and CPU time
-granted to each answer.
+Grammars are hostile input. Four bounds keep a grammar from harming other requests: limits on its text
+(grammar_limits), a process that compiles it first and may crash (grammar_compiler), masks computed on threads of their
+own, and a limit of CPU time for each answer.
 """
 
 from __future__ import annotations
@@ -36,24 +36,24 @@ from megatron_runtime.sampling.grammar_limits import check_structure
 
 MASK_SECONDS = 1.0
 MASK_SECONDS_PER_TOKEN = 0.01
-"""CPU time that the masks of an answer may take: a fixed part and a part for each of its tokens. Usual grammars take
-0.1 ms for each token."""
+"""CPU time that the masks of an answer may take: a fixed part, and a part per token. Usual grammars take 0.1 ms per
+token."""
 
 _MASK_THREADS = 2
 
 _KEPT = 64
 _KEPT_BYTES = 256 << 20
-"""Compiled grammars kept for the next request with the same one: most of them, and most memory of them all."""
+"""Limits of the cache of compiled grammars: their number, and their memory in all."""
 
 _REJECTED = 1024
 _REJECTED_SECONDS = 300.0
-"""Rejected grammars remembered, by hash, and for how long: a repeated one costs no process."""
+"""Limits of the cache of rejected grammars, by hash: their number, and the seconds that an entry is valid."""
 
 Mask = npt.NDArray[np.uint32]
 
 
 class Vocabulary(Protocol):
-    """What a grammar must know of a tokenizer."""
+    """The properties of a tokenizer that a grammar needs."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -67,7 +67,7 @@ class Vocabulary(Protocol):
 
 
 class GrammarState:
-    """Where one answer stands in its grammar. Used by one thread; the mask of the next token is computed on another.
+    """The state of one answer in its grammar. One thread uses it; another computes the mask of the next token.
 
     masks: threads that compute masks.
     """
@@ -75,7 +75,7 @@ class GrammarState:
     def __init__(
         self, matcher: llguidance.LLMatcher, vocab_size: int, *, generated: Sequence[int] = (), masks: Executor
     ) -> None:
-        self._matcher = matcher  # the thread that computes a mask has it for itself until the mask is there
+        self._matcher = matcher  # used only by the thread that computes a mask, until the mask is there
         self._words = -(-vocab_size // 32)
         self._masks = masks
         self._tokens = 0
@@ -89,7 +89,7 @@ class GrammarState:
         self._mask.set_result(self._compute())
 
     def accept(self, token: int) -> None:
-        """Take in the next token of the answer, and start to compute the mask of the one after it."""
+        """Consume the next token of the answer, and start to compute the mask of the token after it."""
         wait([self._mask])
         if self.is_complete:
             return
@@ -99,11 +99,11 @@ class GrammarState:
             self._mask = self._masks.submit(self._compute)
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most so long until the mask of the next token is there. Returns whether it is."""
+        """Wait up to `seconds` for the mask of the next token. Returns whether it is there."""
         return not wait([self._mask], timeout=seconds).not_done
 
     def is_fresh(self) -> bool:
-        """Whether this is the first call since the mask under computation was begun."""
+        """Whether this is the first call since the computation of the current mask began."""
         was_fresh, self._fresh = self._fresh, False
         return was_fresh
 
@@ -113,17 +113,17 @@ class GrammarState:
         return self._mask.done()
 
     def allowed(self) -> Mask | None:
-        """A bit for each token that may come next, uint32 [ceil(V / 32)]; None when any may. Waits for the mask."""
+        """A bit for each allowed token, uint32 [ceil(V / 32)]; None if all tokens are allowed. Waits for the mask."""
         return self._mask.result()
 
     @property
     def is_complete(self) -> bool:
-        """The answer matches and nothing may follow it, or the grammar failed."""
+        """Whether the answer matches and is complete, or the grammar failed."""
         return self._stopped or self._failure is not None
 
     @property
     def failure(self) -> str | None:
-        """Why the grammar failed: a limit, or a token that does not match it, which only forced tokens can do."""
+        """Why the grammar failed: it exceeded a limit, or a forced token does not match it."""
         return self._failure
 
     def _consume(self, token: int) -> None:
@@ -155,7 +155,7 @@ class GrammarState:
 
 
 class GrammarCompiler:
-    """Makes the grammar state of a request. Thread-safe; grammars are compiled one after the other.
+    """Creates the grammar state of a request. Thread-safe; grammars are compiled one at a time.
 
     vocabulary: of the model's tokenizer.
     vocab_size: width of the model's logits, which may be padded beyond the tokenizer's vocabulary.
@@ -179,15 +179,15 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._compiled: OrderedDict[bytes, tuple[llguidance.LLMatcher, int]] = OrderedDict()
         self._rejected: OrderedDict[bytes, tuple[str, float]] = OrderedDict()
-        """Why, and until when, of time.monotonic(): the process may have died of something else."""
+        """The cause, and the end of its validity by time.monotonic(): the process may have ended for another cause."""
 
     @property
     def process_id(self) -> int | None:
-        """Of the process that tries grammars; None while there is none."""
+        """Id of the process that tries grammars; None while there is none."""
         return self._process.pid
 
     def begin(self, structure: Mapping[str, Any], generated: Sequence[int] = ()) -> GrammarState:
-        """The state of an answer that has `generated` so far.
+        """The grammar state of an answer after the tokens `generated`.
 
         structure: as in SamplingParams.structured_output.
 
@@ -258,7 +258,7 @@ class GrammarCompiler:
 
 
 def _key(structure: Mapping[str, Any]) -> bytes:
-    """The order of a JSON schema's properties is that of the answer: it is part of the key."""
+    """The order of a JSON schema's properties is part of the key, because it is the order in the answer."""
     value = None if structure["type"] == "json_object" else structure.get("value")
     return hashlib.sha256(json.dumps([structure["type"], value]).encode()).digest()
 

@@ -1,9 +1,14 @@
-"""The HTTP application: routes, authorization, errors, probes."""
+"""The HTTP application: routes, authorization, errors, probes, the console page."""
 
 from __future__ import annotations
 
-import logging
+import asyncio
+import base64
+import hashlib
+import re
 from collections.abc import Awaitable, Callable
+from functools import cache
+from importlib import resources
 from typing import Any
 
 from fastapi import FastAPI
@@ -12,47 +17,43 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import megatron_runtime
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.protocol.messages import ControlAck
 from megatron_runtime.server.auth import ApiKeys
-from megatron_runtime.server.backend import Backend
-from megatron_runtime.server.chat import create_chat_completion
-from megatron_runtime.server.completions import create_completion
-from megatron_runtime.server.console import add_console
-from megatron_runtime.server.errors import ApiError, shown
+from megatron_runtime.server.connections import MAX_HEADERS
+from megatron_runtime.server.errors import ApiError, shown, try_again
+from megatron_runtime.server.guards import HostMiddleware
 from megatron_runtime.server.metrics import ServerMetrics
-from megatron_runtime.server.middleware import ObserveMiddleware
-from megatron_runtime.server.origin import HostMiddleware
-from megatron_runtime.server.profile import start_profile, stop_profile
-from megatron_runtime.server.schema import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from megatron_runtime.server.service import Service
+from megatron_runtime.server.openai.chat import create_chat_completion
+from megatron_runtime.server.openai.completions import create_completion, detokenize, tokenize
+from megatron_runtime.server.openai.generation import Backend
+from megatron_runtime.server.openai.prompts import Prompts
+from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megatron_runtime.server.openai.service import Service
 from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.sse import ClientDisconnectedError
-from megatron_runtime.server.tokens import detokenize, tokenize
+from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import PARSERS, ToolParser, parser_of
 from megatron_runtime.tokenization import Tokenizer
-
-logger = logging.getLogger(__name__)
+from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 _CLIENT_CLOSED_REQUEST = 499
 Handler = Callable[[Service, Request], Awaitable[Response]]
 
 
 def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokenizer) -> FastAPI:
-    """Return the application; its `state.service` is what probes and shutdown look at.
+    """Return the application. Probes and shutdown use its `state.service`.
 
-    Raises ValueError for a tool-call parser that is unknown and a file of API keys that holds none, OSError for one
-    that cannot be read.
+    Raises ValueError for an unknown tool-call parser and a file of API keys that holds none, OSError for a file of API
+    keys that cannot be read.
     """
     service = Service(
         settings=settings,
         backend=backend,
-        tokenizer=tokenizer,
+        prompts=Prompts(tokenizer, max_sequence_length=settings.max_sequence_length),
         metrics=ServerMetrics(model=settings.served_name, vllm=settings.vllm_metrics),
         api_keys=ApiKeys(file=settings.api_keys_file),
         tool_parser=_tool_parser(settings.tool_call_parser, tokenizer),
@@ -64,19 +65,18 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     if settings.allowed_hosts:
         app.add_middleware(HostMiddleware, allowed=settings.allowed_hosts)
     app.add_middleware(ObserveMiddleware, service=service)
-    add_console(app)
-    _add_probes(app, service)
-    _add_internals(app, service)
-    _add_models(app, service)
-    for path, handler, body in (
+    _add_console(app)
+    _add_get_routes(app, service)
+    bodies: tuple[tuple[str, Handler, type[BaseModel] | None], ...] = (
         ("completions", create_completion, CompletionRequest),
         ("chat/completions", create_chat_completion, ChatRequest),
         ("tokenize", tokenize, TokenizeRequest),
         ("detokenize", detokenize, DetokenizeRequest),
-    ):
+        ("start_profile", start_profile, None),
+        ("stop_profile", stop_profile, None),
+    )
+    for path, handler, body in bodies:
         _add_post_route(app, service, path=path, handler=handler, body=body)
-    for path, handler in (("start_profile", start_profile), ("stop_profile", stop_profile)):
-        _add_post_route(app, service, path=path, handler=handler, body=None)
     app.add_exception_handler(ApiError, _on_api_error)
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(ClientDisconnectedError, _on_disconnect)
@@ -85,39 +85,33 @@ def create_app(settings: ServerSettings, *, backend: Backend, tokenizer: Tokeniz
     return app
 
 
-def _add_probes(app: FastAPI, service: Service) -> None:
-    async def livez() -> Response:
-        return JSONResponse({"alive": True})
+class ObserveMiddleware:
+    """Counts open requests and answers by route and status; closes kept connections while the server drains."""
 
-    async def readyz() -> Response:
-        missing = service.missing()
-        return JSONResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
+    def __init__(self, app: ASGIApp, *, service: Service) -> None:
+        self._app = app
+        self._service = service
 
-    async def version() -> Response:
-        return JSONResponse({"version": megatron_runtime.__version__})
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
 
-    app.add_api_route("/version", version, methods=["GET"])
-    app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
-    for path in ("/readyz", "/health", "/v1/health"):
-        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
+        async def observed(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                # The route template, never the path: a scanner must not create metrics without end.
+                route = getattr(scope.get("route"), "path", "unknown")
+                self._service.metrics.responses.labels(route, str(message["status"])).inc()
+                if self._service.draining:
+                    message = {**message, "headers": [*message["headers"], (b"connection", b"close")]}
+            await send(message)
 
-
-def _add_internals(app: FastAPI, service: Service) -> None:
-    """Routes that describe the server and its load. They need a key where keys are set; metrics may have a port of
-    their own.
-    """
-
-    async def openapi(request: Request) -> Response:
-        service.identify(request)
-        return JSONResponse(app.openapi())
-
-    async def metrics(request: Request) -> Response:
-        service.identify(request)
-        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
-
-    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
-    if service.settings.health_port is None:
-        app.add_api_route("/metrics", metrics, methods=["GET"])
+        app = self._app
+        if len(scope["headers"]) > MAX_HEADERS:
+            message = f"The request has more than {MAX_HEADERS} headers: send fewer."
+            app = ApiError(431, message, code="headers_too_large").response()
+        with self._service.serving(scope.setdefault("state", {})):
+            await app(scope, receive, observed)
 
 
 def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
@@ -128,25 +122,80 @@ def _tool_parser(name: str, tokenizer: Tokenizer) -> type[ToolParser] | None:
     return PARSERS.get(name)
 
 
-def _add_models(app: FastAPI, service: Service) -> None:
-    def card() -> dict[str, Any]:
-        return {
-            "id": service.settings.served_name,
-            "object": "model",
-            "created": service.created,
-            "owned_by": "megatron",
-            "max_model_len": service.sequence_limit,
-        }
+def _add_console(app: FastAPI) -> None:
+    """Serve a page to chat with the model at /: one file that loads nothing from other servers.
+
+    Every client gets the page. Its requests under /v1 need an API key if keys are set, which its user enters.
+    """
+    page = resources.files(__package__).joinpath("console.html").read_text(encoding="utf-8")
+    # Only the page's own script and style run, and they reach only the server that they came from.
+    policy = (
+        f"default-src 'none'; script-src {_hashes(page, 'script')}; style-src {_hashes(page, 'style')}; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+    )
+    headers = {
+        "Content-Security-Policy": policy,
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+    async def console() -> Response:
+        return Response(page, media_type="text/html", headers=headers)
+
+    app.add_api_route("/", console, methods=["GET"], include_in_schema=False)
+
+
+def _hashes(page: str, element: str) -> str:
+    """The sources of a Content-Security-Policy that allow the content of the elements of this name alone."""
+    bodies = re.findall(rf"<{element}\b[^>]*>(.*?)</{element}>", page, re.DOTALL)
+    digests = [base64.b64encode(hashlib.sha256(body.encode()).digest()).decode() for body in bodies]
+    return " ".join(f"'sha256-{digest}'" for digest in digests)
+
+
+def _add_get_routes(app: FastAPI, service: Service) -> None:
+    """Probes, which need no key, and routes that describe models, server and load, which need one if keys are set."""
+    card = {
+        "id": service.settings.served_name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "megatron",
+        "max_model_len": service.prompts.sequence_limit,
+    }
+
+    async def livez() -> Response:
+        return JSONResponse({"alive": True})
+
+    async def readyz() -> Response:
+        missing = service.missing()
+        return JSONResponse({"ready": not missing, "missing": missing}, status_code=503 if missing else 200)
+
+    async def version() -> Response:
+        return JSONResponse({"version": megatron_runtime.__version__})
+
+    async def openapi(request: Request) -> Response:
+        service.identify(request)
+        return JSONResponse(app.openapi())
+
+    async def metrics(request: Request) -> Response:
+        service.identify(request)
+        return Response(generate_latest(service.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def list_models(request: Request) -> Response:
         service.identify(request)
-        return JSONResponse({"object": "list", "data": [card()]})
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def get_model(request: Request) -> Response:
         service.identify(request)
         service.check_model(request.path_params["name"])
-        return JSONResponse(card())
+        return JSONResponse(card)
 
+    app.add_api_route("/version", version, methods=["GET"])
+    app.add_api_route("/livez", livez, methods=["GET", "HEAD"])
+    for path in ("/readyz", "/health", "/v1/health"):
+        app.add_api_route(path, readyz, methods=["GET", "HEAD"], operation_id=path.strip("/").replace("/", "_"))
+    app.add_api_route("/openapi.json", openapi, methods=["GET"], include_in_schema=False)
+    if service.settings.health_port is None:
+        app.add_api_route("/metrics", metrics, methods=["GET"])
     app.add_api_route("/v1/models", list_models, methods=["GET"])
     app.add_api_route("/v1/models/{name:path}", get_model, methods=["GET"])
 
@@ -158,19 +207,47 @@ def _add_post_route(
         service.identify(request)
         return await handler(service, request)
 
-    schema: dict[str, Any] = {}
-    if body is not None:
-        content = {"application/json": {"schema": body.model_json_schema()}}
-        schema = {"requestBody": {"content": content, "required": True}}
     for prefix in ("/v1/", "/"):
         app.add_api_route(
             prefix + path,
             endpoint,
             methods=["POST"],
             operation_id=handler.__name__ + ("" if prefix == "/v1/" else "_unversioned"),
-            openapi_extra=schema,
+            openapi_extra=_request_body(body),
             include_in_schema=prefix == "/v1/",
         )
+
+
+@cache
+def _request_body(model: type[BaseModel] | None) -> dict[str, Any]:
+    """The OpenAPI description of a body. Cached: it takes as long as the rest of the application."""
+    if model is None:
+        return {}
+    return {"requestBody": {"content": {"application/json": {"schema": model.model_json_schema()}}, "required": True}}
+
+
+async def start_profile(service: Service, request: Request) -> Response:
+    """Begin the range that CUDA profilers record. Answers when every rank of every engine has. Raises ApiError."""
+    ack = await _confirmed(service.backend.start_cuda_profiler())
+    return JSONResponse({"profiling": True, "ranks": ack.ranks})
+
+
+async def stop_profile(service: Service, request: Request) -> Response:
+    """End the range, in the same way."""
+    ack = await _confirmed(service.backend.stop_cuda_profiler())
+    return JSONResponse({"profiling": False, "ranks": ack.ranks})
+
+
+async def _confirmed(answer: asyncio.Future[ControlAck]) -> ControlAck:
+    try:
+        return await answer
+    except ControlRefusedError as error:
+        if error.code == ErrorCode.WRONG_ROLE:
+            message = "This server may not profile the engines: its coordinator takes that on its admin port only."
+            raise ApiError(403, message, code="not_an_administrator") from error
+        raise ApiError(error.code if error.code >= 400 else 500, error.message, code="profiler_failed") from error
+    except CoordinatorUnreachableError as error:
+        raise try_again(503, f"{error}.", code="coordinator_unreachable", seconds=5) from error
 
 
 async def _on_api_error(request: Request, error: Exception) -> Response:
@@ -180,13 +257,12 @@ async def _on_api_error(request: Request, error: Exception) -> Response:
 
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    place = shown(request.url.path)[1:-1]
     if error.status_code == 404:
-        return ApiError(404, f"There is no {shown(request.url.path)[1:-1]} here.", code="unknown_url").response()
+        return ApiError(404, f"There is no {place} here.", code="unknown_url").response()
     if error.status_code == 405:
-        refused = ApiError(
-            405, f"{request.method} is not allowed for {shown(request.url.path)[1:-1]}.", code="method_not_allowed"
-        )
-        response = refused.response()
+        message = f"{request.method} is not allowed for {place}."
+        response = ApiError(405, message, code="method_not_allowed").response()
         response.headers.update(error.headers or {})
         return response
     return ApiError(error.status_code, str(error.detail)).response()

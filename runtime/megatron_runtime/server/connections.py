@@ -1,7 +1,7 @@
 """HTTP connections with deadlines: no client holds one open without making progress, and their number is limited.
 
-uvicorn gives a connection only a keep-alive timeout. `Connection` adds what a server needs that is reachable by hostile
-clients. All deadlines are checked by one sweep over the connections, twice a second.
+uvicorn gives a connection only a keep-alive timeout. `Connection` adds what a server needs that hostile clients can
+reach. One sweep over the connections, twice a second, checks all deadlines.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from megatron_runtime.server.errors import ApiError
+from megatron_runtime.server.errors import ApiError, try_again
 from megatron_runtime.server.settings import ConnectionLimits
 
 MAX_HEADER_BYTES = 16 * 1024
@@ -25,8 +25,8 @@ MAX_HEADERS = 128
 _SLICE_BYTES = 4 * 1024
 _PARSE_SECONDS = 0.01
 _LINGER_SECONDS = 2.0
-"""After an answer that ends the connection early: what the client still sends is read and dropped for so long. Without
-that the kernel resets the connection, and the client may lose the answer."""
+"""After an answer that ends the connection early, the server reads and drops what the client still sends for so long.
+Without that the kernel resets the connection, and the client may lose the answer."""
 
 
 class Connection(H11Protocol):
@@ -37,7 +37,7 @@ class Connection(H11Protocol):
         self._limits = limits
         self._since = self._heard = self.loop.time()
         self._stalled_since: float | None = None
-        self._refused_at: float | None = None
+        self._rejected_at: float | None = None
         self._backlog = bytearray()
         self._is_parsing_later = False
         self._phase: tuple[str, object] = ("headers", None)
@@ -52,13 +52,13 @@ class Connection(H11Protocol):
             min(idle, key=lambda other: other._heard).transport.abort()
         else:
             message = f"This server has {self._limits.max_connections} connections open: try again."
-            self._refuse(ApiError(503, message, code="too_many_connections", retry_after_seconds=1))
+            self._reject(try_again(503, message, code="too_many_connections"))
             self.transport.close()
 
     @property
     def is_evictable(self) -> bool:
         """No request is in progress, though a part of its headers may have come."""
-        return self.conn.their_state is h11.IDLE and self._refused_at is None and not self.transport.is_closing()
+        return self.conn.their_state is h11.IDLE and self._rejected_at is None and not self.transport.is_closing()
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
@@ -69,16 +69,16 @@ class Connection(H11Protocol):
             self._parse()
 
     def _parse(self) -> None:
-        """Parse what has come. A body in chunks of one byte takes long: other connections are served in between.
+        """Parse the received bytes. A body in chunks of one byte takes long: other connections run in between.
 
         h11 gets it in slices, because it checks the size of headers only while they are incomplete.
         """
         self._is_parsing_later = False
         began = time.perf_counter()
-        while self._backlog and self._refused_at is None and not self.transport.is_closing():
-            piece = bytes(self._backlog[:_SLICE_BYTES])
+        while self._backlog and self._rejected_at is None and not self.transport.is_closing():
+            part = bytes(self._backlog[:_SLICE_BYTES])
             del self._backlog[:_SLICE_BYTES]
-            super().data_received(piece)
+            super().data_received(part)
             if self._backlog and time.perf_counter() - began > _PARSE_SECONDS and not self.transport.is_closing():
                 self._is_parsing_later = True
                 self.transport.pause_reading()
@@ -89,14 +89,14 @@ class Connection(H11Protocol):
             self.transport.resume_reading()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer a request that is no HTTP. Called while h11's error is handled, which knows the status."""
+        """Answer a request that is not HTTP. Called while h11's error is handled, which knows the status."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         if status == 431:
             message = f"The request line and headers are larger than {MAX_HEADER_BYTES} bytes: shorten them."
-            self._refuse(ApiError(431, message, code="headers_too_large"))
+            self._reject(ApiError(431, message, code="headers_too_large"))
         else:
-            self._refuse(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
+            self._reject(ApiError(status, "The request is not valid HTTP/1.1.", code="malformed_http"))
 
     def sweep(self, now: float) -> None:
         """End the connection if a deadline has passed. now: time of the event loop."""
@@ -110,8 +110,8 @@ class Connection(H11Protocol):
             self.transport.abort()
         if self.transport.is_closing():
             return
-        if self._refused_at is not None:
-            if now - self._refused_at > _LINGER_SECONDS:
+        if self._rejected_at is not None:
+            if now - self._rejected_at > _LINGER_SECONDS:
                 self.transport.close()
             return
         phase = (self._owed(), self.cycle)
@@ -135,11 +135,11 @@ class Connection(H11Protocol):
 
     def _time_out(self, what: str, seconds: float) -> None:
         if self.conn.their_state is h11.IDLE and not self.conn.trailing_data[0]:
-            self.transport.close()  # nothing was asked, so nothing is answered
+            self.transport.close()  # there is no request to answer
             return
-        self._refuse(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
+        self._reject(ApiError(408, f"The {what} did not come within {seconds:g} s.", code="request_timeout"))
 
-    def _refuse(self, error: ApiError) -> None:
+    def _reject(self, error: ApiError) -> None:
         """Answer in place of the application, where no answer has begun, and end the connection."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(error.body()).encode()
@@ -155,7 +155,7 @@ class Connection(H11Protocol):
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._refused_at = self.loop.time()
+        self._rejected_at = self.loop.time()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         else:

@@ -1,4 +1,4 @@
-"""One exception for everything a client is told, and the JSON that OpenAI clients expect of it."""
+"""`ApiError`, the one exception for every error answer, and the JSON that OpenAI clients expect of it."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class ApiError(Exception):
     """An answer other than success.
 
     status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
-    retry_after_seconds: when trying again makes sense.
-    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless told otherwise.
+    retry_after_seconds: when the client should try again.
+    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless the answer says so.
     """
 
     def __init__(
@@ -76,10 +76,20 @@ class ApiError(Exception):
         return JSONResponse(self.body(), status_code=self.status, headers=self.headers)
 
 
+def invalid_value(param: str, problem: str) -> ApiError:
+    """400 for a field with a wrong value. problem: what is wrong with it and what is allowed, without a full stop."""
+    return ApiError(400, f"Invalid value for {param}: {problem}.", param=param, code="invalid_value")
+
+
+def try_again(status: int, message: str, *, code: str, seconds: float = 1) -> ApiError:
+    """429 or 503 for a request that can succeed later. seconds: when the client should try again."""
+    return ApiError(status, message, code=code, retry_after_seconds=seconds)
+
+
 def context_length_error(*, prompt_length: int, limit: int, param: str, is_bound: bool = False) -> ApiError:
     """400 for a prompt that leaves no room for an answer.
 
-    is_bound: `prompt_length` is the least that the prompt can have; it was not tokenized.
+    is_bound: `prompt_length` is the least number of tokens that the prompt can have; it was not tokenized.
     """
     length = f"at least {prompt_length}" if is_bound else str(prompt_length)
     return ApiError(
@@ -92,7 +102,7 @@ def context_length_error(*, prompt_length: int, limit: int, param: str, is_bound
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """400 for what pydantic refused: the first problem, under the name of its field."""
+    """400 for a body that pydantic rejected: the first problem, under the name of its field."""
     first = errors[0]
     if first["type"] == "json_invalid":
         return ApiError(400, f"The request body is not valid JSON: {first['msg']}.", code="invalid_json")
@@ -110,7 +120,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
 
 
 def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[str, str]) -> ApiError:
-    """The error of a FAILED reply, by its HTTP-like code; 500 where it has none.
+    """The error of a FAILED reply, by its HTTP-like code; 500 if it has none.
 
     field_names: request fields by the sampling parameter that the error may name.
     """
@@ -131,7 +141,7 @@ def from_reply_error(error: Mapping[str, Any] | None, *, field_names: Mapping[st
 
 
 def _field_name(place: Sequence[str | int]) -> str:
-    """`("messages", 0, "content")` as `messages[0].content`; names of union branches are pydantic's, not the user's."""
+    """`("messages", 0, "content")` as `messages[0].content`. Names of union branches are pydantic's and left out."""
     name = ""
     for part in place:
         if isinstance(part, int):

@@ -1,4 +1,4 @@
-"""What the server measures, under its own names and, where they mean the same, under vLLM's."""
+"""Metrics of the server, under its own names and, for equal meanings, under vLLM's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import collections
 import time
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 from prometheus_client.core import Metric
@@ -19,47 +20,25 @@ _TIMES_OF_REPLY = {
     "prefill_seconds": ("request_prefill_time_seconds", "From leaving the queue to the first token."),
     "decode_seconds": ("request_decode_time_seconds", "From the first token to the last."),
 }
-"""Times that an engine may tell in its final reply, and the histograms that they enter."""
+"""Times that an engine may report in its final reply, and their histograms."""
+
+_Kind = TypeVar("_Kind", Gauge, Counter, Histogram)
 
 
 class _VllmNames(Collector):
-    """The metrics of a registry under vLLM's names, made when they are asked for: measuring costs nothing more."""
+    """The metrics of a registry under vLLM's names, made at each scrape: measuring costs nothing more."""
 
     def __init__(self, own: CollectorRegistry) -> None:
         self._own = own
 
     def collect(self) -> Iterator[Metric]:
+        def vllm_name(name: str) -> str:
+            return "vllm:" + name.removeprefix("megatron_")
+
         for metric in self._own.collect():
-            renamed = Metric(_vllm_name(metric.name), metric.documentation, metric.type, metric.unit)
-            renamed.samples = [sample._replace(name=_vllm_name(sample.name)) for sample in metric.samples]
+            renamed = Metric(vllm_name(metric.name), metric.documentation, metric.type, metric.unit)
+            renamed.samples = [sample._replace(name=vllm_name(sample.name)) for sample in metric.samples]
             yield renamed
-
-
-def _vllm_name(name: str) -> str:
-    return "vllm:" + name.removeprefix("megatron_")
-
-
-class _Families:
-    """Makes metrics `megatron_NAME`, labelled with the model."""
-
-    def __init__(self, registry: CollectorRegistry, *, model: str) -> None:
-        self._registry = registry
-        self._model = model
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        return Gauge(f"megatron_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
-
-    def counter(self, name: str, text: str) -> Counter:
-        return Counter(f"megatron_{name}", text, ["model_name"], registry=self._registry).labels(self._model)
-
-    def histogram(self, name: str, text: str, *, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
-        metric = Histogram(f"megatron_{name}", text, ["model_name"], buckets=buckets, registry=self._registry)
-        return metric.labels(self._model)
-
-    def by_reason(self, name: str, text: str) -> dict[str, Counter]:
-        """A counter for each reason why an answer ends."""
-        metric = Counter(f"megatron_{name}", text, ["model_name", "finished_reason"], registry=self._registry)
-        return {reason: metric.labels(self._model, reason) for reason in ("stop", "length")}
 
 
 class ServerMetrics:
@@ -68,29 +47,40 @@ class ServerMetrics:
     def __init__(self, *, model: str, vllm: bool) -> None:
         self.registry = CollectorRegistry()
         self.open_requests: collections.Counter[str] = collections.Counter()
-        """Choices that are not answered yet, by tenant."""
+        """Unanswered choices by tenant."""
         ProcessCollector(registry=self.registry)
         shared = CollectorRegistry()
         self.registry.register(shared)
         if vllm:
             self.registry.register(_VllmNames(shared))
-        families = _Families(shared, model=model)
-        self.running = families.gauge("num_requests_running", "Choices under way; streams from their first token on.")
-        self.waiting = families.gauge("num_requests_waiting", "Streams without a first token.")
-        self.prompt_tokens = families.counter("prompt_tokens", "Prompt tokens of answered requests.")
-        self.generation_tokens = families.counter("generation_tokens", "Generated tokens.")
-        self.cache_queries = families.counter("prefix_cache_queries", "Prompt tokens looked up in prefix caches.")
-        self.cache_hits = families.counter("prefix_cache_hits", "Prompt tokens found in prefix caches.")
-        self.finished = families.by_reason("request_success", "Choices answered, by reason.")
-        self.ttft = families.histogram("time_to_first_token_seconds", "Streams: time to the first token.")
-        self.itl = families.histogram("inter_token_latency_seconds", "Streams: time between tokens.")
-        self.e2e = families.histogram("e2e_request_latency_seconds", "Time to the whole answer.")
-        self.inference = families.histogram("request_inference_time_seconds", "Prefill and decode.")
-        self.times = {key: families.histogram(name, text) for key, (name, text) in _TIMES_OF_REPLY.items()}
-        self.prompt_size = families.histogram("request_prompt_tokens", "Prompt tokens of a request.", buckets=_TOKENS)
-        self.answer_size = families.histogram(
-            "request_generation_tokens", "Generated tokens of a request.", buckets=_TOKENS
+
+        def family(kind: type[_Kind], name: str, text: str, **options: Any) -> _Kind:
+            """Make the metric `megatron_NAME`, labelled with the model."""
+            metric = kind(f"megatron_{name}", text, ["model_name"], registry=shared, **options)
+            return metric.labels(model)
+
+        self.running = family(Gauge, "num_requests_running", "Choices under way; streams from their first token on.")
+        self.waiting = family(Gauge, "num_requests_waiting", "Streams without a first token.")
+        self.prompt_tokens = family(Counter, "prompt_tokens", "Prompt tokens of answered requests.")
+        self.generation_tokens = family(Counter, "generation_tokens", "Generated tokens.")
+        self.cache_queries = family(Counter, "prefix_cache_queries", "Prompt tokens looked up in prefix caches.")
+        self.cache_hits = family(Counter, "prefix_cache_hits", "Prompt tokens found in prefix caches.")
+        by_reason = Counter(
+            "megatron_request_success",
+            "Choices answered, by reason.",
+            ["model_name", "finished_reason"],
+            registry=shared,
         )
+        self.finished = {reason: by_reason.labels(model, reason) for reason in ("stop", "length")}
+        seconds = partial(family, Histogram, buckets=_SECONDS)
+        self.ttft = seconds("time_to_first_token_seconds", "Streams: time to the first token.")
+        self.itl = seconds("inter_token_latency_seconds", "Streams: time between tokens.")
+        self.e2e = seconds("e2e_request_latency_seconds", "Time to the whole answer.")
+        self.inference = seconds("request_inference_time_seconds", "Prefill and decode.")
+        self.times = {key: seconds(name, text) for key, (name, text) in _TIMES_OF_REPLY.items()}
+        tokens = partial(family, Histogram, buckets=_TOKENS)
+        self.prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
+        self.answer_size = tokens("request_generation_tokens", "Generated tokens of a request.")
         self.responses = Counter(
             "megatron_http_responses", "Answers by route and status.", ["route", "status"], registry=self.registry
         )
@@ -113,7 +103,7 @@ class ServerMetrics:
 
 
 class RequestObserver:
-    """One choice: where it stands, and when what came."""
+    """The progress of one choice."""
 
     def __init__(self, metrics: ServerMetrics, prompt_tokens: int, *, streams: bool) -> None:
         self._metrics = metrics
@@ -125,7 +115,7 @@ class RequestObserver:
         self._is_finished = False
 
     def tokens(self, count: int, *, at: float) -> None:
-        """Note `count` tokens that came together at time `at` (of perf_counter)."""
+        """Note `count` tokens that arrived together at time `at` (of perf_counter)."""
         if self._last is None:
             self._gauge.dec()
             self._gauge = self._metrics.running
@@ -148,11 +138,11 @@ class RequestObserver:
         metrics.generation_tokens.inc(tokens)
         metrics.cache_queries.inc(self._prompt_tokens)
         metrics.cache_hits.inc(reply.get("num_cached_tokens") or 0)
-        told = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
-        for key, seconds in told.items():
+        times = {key: reply[key] for key in _TIMES_OF_REPLY if reply.get(key) is not None}
+        for key, seconds in times.items():
             metrics.times[key].observe(seconds)
-        if {"prefill_seconds", "decode_seconds"} <= told.keys():
-            metrics.inference.observe(told["prefill_seconds"] + told["decode_seconds"])
+        if {"prefill_seconds", "decode_seconds"} <= times.keys():
+            metrics.inference.observe(times["prefill_seconds"] + times["decode_seconds"])
 
     def ended(self) -> None:
         self._gauge.dec()

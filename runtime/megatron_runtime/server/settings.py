@@ -1,12 +1,14 @@
-"""What one server process is told at start."""
+"""Settings of one server process, and its listening socket."""
 
 from __future__ import annotations
 
 import ipaddress
+import socket
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 
 LOOPBACK_HOSTS = ("localhost", "127.0.0.1", "::1")
+BACKLOG = 2048
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,7 +21,7 @@ class ConnectionLimits:
     stall_seconds:      a client that reads too slowly: time for the write buffer to drain, 48 KiB at most.
     keep_alive_seconds: between two requests.
     handshake_seconds:  of TLS.
-    max_connections:    beyond it the connection idle longest is closed, or the new one gets a 503.
+    max_connections:    beyond it the connection that is idle longest is closed, or the new one gets a 503.
     """
 
     header_seconds: float = 20.0
@@ -44,7 +46,7 @@ class ServerSettings:
     keys_dir:           directory of client.key, client.pub and server.pub; None means no encryption.
     tls_certificate_file, tls_key_file: PEM chain and key, read again when they change; None serves plain HTTP.
     api_keys_file:      bearer tokens that open /v1, one a line, read again when it changes; None leaves it open.
-    share_prefix_cache: API keys share cached prefixes, so `cached_tokens` and response times tell one key's holder
+    share_prefix_cache: API keys share cached prefixes, so `cached_tokens` and response times reveal to one key's holder
                         which prompts others sent. Without API keys it has no effect.
     allow_priority:     requests may have a `priority` other than 0.
     tool_call_parser:   how the model writes tool calls: a name of `tools.PARSERS`, "auto" for what its chat template
@@ -52,11 +54,11 @@ class ServerSettings:
     max_sequence_length: prompt + answer of one request, in tokens; None means what the model was made for.
     max_body_bytes:     longest request body.
     max_bodies_bytes:   of all bodies that are being received; beyond that 429.
-    max_open_requests:  choices generated or waited for at once; beyond that 429.
+    max_open_requests:  choices that are generated or wait at once; beyond that 429.
     keep_alive_seconds: a stream that is silent this long gets a comment.
-    coordinator_wait_seconds: how long a new request waits for a coordinator that is away, then 503.
+    coordinator_wait_seconds: how long a new request waits for an unreachable coordinator, then 503.
     drain_seconds:      after SIGTERM, time for open requests to end before they are aborted.
-    linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers learn late.
+    linger_seconds:     after SIGTERM, shortest time that new connections are still served: load balancers notice late.
     allowed_hosts:      values of the Host header, without port, that are served, and a browser's Origin must be the
                         same; empty: any.
     connections:        deadlines and limits of HTTP connections.
@@ -95,14 +97,34 @@ class ServerSettings:
 
 
 def default_model_name(model: str) -> str:
-    """The name of a model that was given none: what follows "builtin:", the repository's, file's or directory's own."""
+    """Return the default name of a model: what follows "builtin:", or the name of the repository, file or directory."""
     name = PurePath(model.rpartition(":")[2]).name.removesuffix(".gguf") or model
     return name.partition("@")[0] if model.startswith("hf:") else name
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address or name that a server binds is reachable from this machine only."""
+    """Return whether an address or name that a server binds is reachable from this host only."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost"
+
+
+def listen(*, host: str, port: int) -> socket.socket:
+    """Return a listening socket, bound before the slow part of the start: early connections wait instead of failing.
+
+    Raises OSError that names the address and the options to change.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Accepted connections inherit it. asyncio sets it only on sockets that were made with an explicit protocol number;
+    # without it the second event of a stream waits for the client's delayed acknowledgement, 40 ms.
+    listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen(BACKLOG)
+    except OSError as error:
+        listener.close()
+        message = f"cannot listen on {host}:{port} ({error.strerror}): choose another --host or --port"
+        raise OSError(error.errno, message) from error
+    return listener

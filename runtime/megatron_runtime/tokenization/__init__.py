@@ -6,9 +6,8 @@ text = tokenizer.decode(ids)
 """
 
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError, ChatTemplateUnusableError
-from megatron_runtime.tokenization.detokenizer import Detokenizer
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
-from megatron_runtime.tokenization.tokenizer import Tokenizer
+from megatron_runtime.tokenization.tokenizer import Detokenizer, Tokenizer
 
 __all__ = [
     "ChatTemplate",

@@ -1,6 +1,6 @@
-"""Where chat templates run: a child process with limits, and Jinja's immutable sandbox in it.
+"""The child process with limits in which chat templates run, in Jinja's immutable sandbox.
 
-A template comes with the weights, so it is data: it gets the helpers that templates in the field rely on
+A template comes with the weights, so it is data: it gets the helpers that published templates rely on
 (`raise_exception`, `strftime_now`, `tojson`, loop controls, `{% generation %}`) and no others. A template that loops or
 builds huge values ends this process, which chat_template.py starts again.
 """
@@ -8,7 +8,6 @@ builds huge values ends this process, which chat_template.py starts again.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -37,7 +36,7 @@ class _GenerationBlock(Extension):
 
 
 class _RenderingError(Exception):
-    """The template rejects the messages, or cannot digest them."""
+    """The template rejects the messages, or fails on them."""
 
 
 @lru_cache(maxsize=4)
@@ -67,22 +66,22 @@ def _tojson(
 
 
 def _handle(request: bytes) -> bytes:
-    """Compile a template, or render it where the request has a scope.
+    """Compile a template, and render it if the request has a scope.
 
     request: JSON of `source` and maybe `scope`, all the variables of a rendering.
-    Returns TEXT and the text (the template's variables as JSON where nothing was rendered), or FAILURE and
+    Returns TEXT and the text (without a scope: the template's variables as JSON), or FAILURE and
     `{"stage": "compile" | "render", "message"}`.
     """
-    asked = json.loads(request)
+    fields = json.loads(request)
     try:
-        template, variables = _compiled(asked["source"])
+        template, variables = _compiled(fields["source"])
     except Exception as error:  # Jinja's own, and Python's for deeply nested code
         line = f"line {error.lineno}: " if isinstance(error, TemplateSyntaxError) else ""
         return _failure("compile", line + _shown(error))
-    if "scope" not in asked:
+    if "scope" not in fields:
         return TEXT + json.dumps(variables).encode()
     try:
-        return TEXT + _rendered(template, asked["scope"]).encode("utf-8", "surrogatepass")
+        return TEXT + _rendered(template, fields["scope"]).encode("utf-8", "surrogatepass")
     except _RenderingError as error:
         return _failure("render", str(error))
     except Exception as error:  # whatever its type, the template's own code raised it over these messages
@@ -109,9 +108,5 @@ def _failure(stage: str, message: str) -> bytes:
     return FAILURE + json.dumps({"stage": stage, "message": message[:4000]}).encode()
 
 
-def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
-    return _handle
-
-
 if __name__ == "__main__":
-    serve(_prepare)
+    serve(lambda _setup: _handle)

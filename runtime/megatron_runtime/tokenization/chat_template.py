@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import time
@@ -30,7 +31,7 @@ MAX_TEMPLATE_CHARACTERS = 1 << 20
 
 _MAX_REPLY_BYTES = 64 << 20
 _BROKEN_SECONDS = 30.0
-"""How long a template that cannot render a trivial conversation is not tried again."""
+"""How long a template that cannot render a trivial conversation is not used again."""
 _TRIVIAL = ({"role": "user", "content": "Hello"},)
 _TEXT = b"T"
 """chat_sandbox.TEXT; that module has to stay unloaded here, because Jinja is large."""
@@ -38,9 +39,9 @@ _RESERVED = frozenset({"messages", "tools"})
 
 
 class ChatTemplateError(ValueError):
-    """The conversation cannot be rendered: the message says what the template objected to.
+    """The conversation cannot be rendered: the message has the template's objection.
 
-    variable: the variable at fault, where it is one that the request gave.
+    variable: the variable at fault, if the request gave it.
     """
 
     def __init__(self, message: str, *, variable: str | None = None) -> None:
@@ -49,7 +50,7 @@ class ChatTemplateError(ValueError):
 
 
 class ChatTemplateUnusableError(ChatTemplateError):
-    """The model's chat template is at fault, or nothing could run it: no conversation can be rendered."""
+    """The model's chat template is at fault, or no process could run it: no conversation can be rendered."""
 
 
 class ChatTemplate:
@@ -57,16 +58,17 @@ class ChatTemplate:
 
     source:  the Jinja text.
     special: variables every template may use, such as `bos_token` and `eos_token`.
+    unusable: for a template that is known not to compile: the reason, which every rendering raises.
     Raises ChatTemplateUnusableError for a template that does not compile within the limits.
     """
 
-    def __init__(self, source: str, *, special: Mapping[str, str]) -> None:
+    def __init__(self, source: str, *, special: Mapping[str, str], unusable: str = "") -> None:
         self.source = source
         self.special = dict(special)
-        self.reads_tools = "tools" in self._variables()
-        """Whether the template has a way to tell the model of tools."""
-        self._broken_until = 0.0
-        self._broken_reason = ""
+        self.reads_tools = not unusable and "tools" in self._variables()
+        """Whether the template can describe tools to the model."""
+        self._broken_until = math.inf if unusable else 0.0
+        self._broken_reason = unusable
 
     def render(
         self,
@@ -84,16 +86,14 @@ class ChatTemplate:
             ChatTemplateUnusableError: the template cannot render even a trivial conversation within the limits.
             ChatTemplateError: the template rejects the messages, or exceeds a limit with them.
         """
+        if time.monotonic() < self._broken_until:
+            raise ChatTemplateUnusableError(self._broken_reason)
         given = dict(variables or {})
-        taken = sorted(_RESERVED & given.keys())
-        if taken:
-            name = taken[0]
+        for name in sorted(_RESERVED & given.keys()):
             raise ChatTemplateError(
                 f"chat template variable {name!r} is set by the request itself: remove it",
                 variable=f"chat_template_kwargs.{name}",
             )
-        if time.monotonic() < self._broken_until:
-            raise ChatTemplateUnusableError(self._broken_reason)
         try:
             return self._rendered({"messages": list(messages), "tools": tools, **given})
         except ProcessLostError as error:
@@ -112,7 +112,7 @@ class ChatTemplate:
         return _run(request.encode("utf-8", "surrogatepass"))
 
     def _check_usable(self) -> None:
-        """Raise ChatTemplateUnusableError where not even a trivial conversation is rendered within the limits."""
+        """Raise ChatTemplateUnusableError if not even a trivial conversation is rendered within the limits."""
         try:
             self._rendered({"messages": _TRIVIAL, "tools": None})
         except ProcessLostError as error:
@@ -123,7 +123,7 @@ class ChatTemplate:
         except ChatTemplateUnusableError:
             raise
         except ChatTemplateError:
-            return  # a template may reject it: it came to an end
+            return  # a template may reject it: the rendering ended
 
     def _variables(self) -> list[str]:
         if len(self.source) > MAX_TEMPLATE_CHARACTERS:
@@ -138,29 +138,11 @@ class ChatTemplate:
         return found
 
 
-class UnusableChatTemplate(ChatTemplate):
-    """A template that does not compile. The model completes text all the same; every rendering raises `reason`."""
-
-    def __init__(self, source: str, *, special: Mapping[str, str], reason: str) -> None:
-        self.source = source
-        self.special = dict(special)
-        self.reads_tools = False
-        self._reason = reason
-
-    def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        variables: Mapping[str, Any] | None = None,
-    ) -> str:
-        raise ChatTemplateUnusableError(self._reason)
-
-
 def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTemplate:
-    """Return the template of a model that is being loaded; one that does not compile is logged and unusable.
+    """Return the template of a model that is being loaded. One that does not compile is logged: the model still
+    completes text, and every rendering raises the error.
 
-    Raises ChatTemplateUnusableError where no process could be started to compile it.
+    Raises ChatTemplateUnusableError if no process could be started to compile it.
     """
     try:
         return ChatTemplate(source, special=special)
@@ -168,11 +150,11 @@ def chat_template_of_model(source: str, *, special: Mapping[str, str]) -> ChatTe
         if isinstance(error.__cause__, ProcessStartError):
             raise
         logger.error("%s; chat requests are answered with this error", error)
-        return UnusableChatTemplate(source, special=special, reason=str(error))
+        return ChatTemplate(source, special=special, unusable=str(error))
 
 
 def _run(request: bytes) -> str:
-    """The text that chat_sandbox.py replies with.
+    """Return the text that chat_sandbox.py replies with.
 
     Raises ChatTemplateError, ChatTemplateUnusableError, or ProcessLostError when a limit was exceeded.
     """
@@ -197,10 +179,19 @@ class _Renderers:
     """The processes, one caller each at a time. A process starts when all before it are busy."""
 
     def __init__(self) -> None:
-        self._processes = [_renderer() for _ in range(RENDERERS)]
+        self._processes: list[SacrificialProcess] = []
         self._idle: queue.LifoQueue[SacrificialProcess] = queue.LifoQueue()
-        for process in self._processes:
-            self._idle.put(process)
+        for _ in range(RENDERERS):
+            self._add()
+
+    def _add(self) -> None:
+        process = SacrificialProcess(
+            "megatron_runtime.tokenization.chat_sandbox",
+            memory_bytes=RENDER_MEMORY_BYTES,
+            max_reply_bytes=_MAX_REPLY_BYTES,
+        )
+        self._processes.append(process)
+        self._idle.put(process)
 
     @property
     def pids(self) -> list[int]:
@@ -221,20 +212,12 @@ class _Renderers:
                 ended.append(self._idle.get_nowait())
         for process in ended:
             process.close()
-            fresh = self._processes[self._processes.index(process)] = _renderer()
-            self._idle.put(fresh)
+            self._processes.remove(process)
+            self._add()
 
     def close(self) -> None:
         for process in self._processes:
             process.close()
-
-
-def _renderer() -> SacrificialProcess:
-    return SacrificialProcess(
-        "megatron_runtime.tokenization.chat_sandbox",
-        memory_bytes=RENDER_MEMORY_BYTES,
-        max_reply_bytes=_MAX_REPLY_BYTES,
-    )
 
 
 _renderers = _Renderers()
@@ -247,12 +230,12 @@ def _start_over() -> None:
 
 
 def renderer_pids() -> list[int]:
-    """Process ids of the renderers that run, for diagnosis and tests."""
+    """Return the process ids of the renderers that run, for diagnosis and tests."""
     return _renderers.pids
 
 
 def end_idle_renderers() -> None:
-    """End the renderers that are not busy, for a program that serves no longer. A later rendering starts them again."""
+    """End the renderers that are not busy, for a program that stops serving. A later rendering starts them again."""
     _renderers.end_idle()
 
 

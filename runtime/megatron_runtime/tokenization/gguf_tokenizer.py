@@ -1,4 +1,8 @@
-"""A `Tokenizer` from the metadata of a GGUF file."""
+"""A `Tokenizer` from the metadata of a GGUF file: byte-level BPE, or SentencePiece.
+
+SentencePiece (Kudo and Richardson 2018, arXiv:1808.06226) joins the neighbours whose union has the highest score first.
+That is byte-pair encoding with the merges in the order of the scores. Text that no piece covers is spelled in bytes.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.checkpoints.gguf_metadata import read_gguf_metadata
-from megatron_runtime.tokenization.backend import contained
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
-from megatron_runtime.tokenization.sentencepiece import sentencepiece_backend
 from megatron_runtime.tokenization.tokenizer import Tokenizer
+from megatron_runtime.tokenization.vocabulary import WORD_START, contained
 
 _PREFIX = "tokenizer.ggml."
-_CONTROL, _USER_DEFINED = 3, 4
+_NORMAL, _CONTROL, _USER_DEFINED = 1, 3, 4
 _SENTENCEPIECE = "llama"
-"""What GGUF files call it."""
+"""The name of SentencePiece in GGUF files."""
 
 MAX_PIECE_CHARACTERS = 512
 """Finding the merges of a piece takes quadratic time. The longest pieces of known models have some 160 characters."""
@@ -38,7 +41,7 @@ END_OF_TURN_TEXTS = frozenset(
         "</s>",
     }
 )
-"""Control tokens that end an answer, whatever the metadata calls them: one file can name only one of them."""
+"""Control tokens that end an answer, whatever the metadata calls them: a file can name only one of them."""
 
 _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -48,33 +51,30 @@ _QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
 
 
 class UnsupportedTokenizerError(ValueError):
-    """The file's tokenizer is of a kind that is not built here; the message says which and what to do."""
+    """The file's tokenizer is of an unsupported kind; the message names it and the remedy."""
 
 
-def _gpt2_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+def _words(*splits: pre_tokenizers.PreTokenizer, by_gpt2: bool = False) -> pre_tokenizers.PreTokenizer:
+    """Cut text by `splits`, then maybe by GPT-2's pattern."""
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=by_gpt2)
+    return pre_tokenizers.Sequence([*splits, byte_level]) if splits else byte_level
 
 
-def _single_digits_then_gpt2_words() -> pre_tokenizers.PreTokenizer:
-    return pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), _gpt2_words()])
+def _split(pattern: str) -> pre_tokenizers.PreTokenizer:
+    return pre_tokenizers.Split(Regex(pattern), behavior="isolated")
 
 
-def _words(pattern: str) -> Callable[[], pre_tokenizers.PreTokenizer]:
-    return lambda: pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
+def _single_digits() -> pre_tokenizers.PreTokenizer:
+    return _words(pre_tokenizers.Digits(individual_digits=True), by_gpt2=True)
 
 
 PRE_TOKENIZERS: Mapping[str, Callable[[], pre_tokenizers.PreTokenizer]] = {
-    "gpt-2": _gpt2_words,
-    "smollm": _single_digits_then_gpt2_words,
-    "starcoder": _single_digits_then_gpt2_words,
-    "refact": _single_digits_then_gpt2_words,
-    "llama-bpe": _words(_LLAMA3_WORDS),
-    "qwen2": _words(_QWEN2_WORDS),
+    "gpt-2": lambda: _words(by_gpt2=True),
+    "smollm": _single_digits,
+    "starcoder": _single_digits,
+    "refact": _single_digits,
+    "llama-bpe": lambda: _words(_split(_LLAMA3_WORDS)),
+    "qwen2": lambda: _words(_split(_QWEN2_WORDS)),
 }
 """How each `tokenizer.ggml.pre` cuts text into words before the merges apply."""
 
@@ -98,7 +98,7 @@ def tokenizer_from_gguf(path: Path, *, renders_chat: bool = True) -> Tokenizer:
     return Tokenizer(
         backend,
         bos_id=_token_id(metadata, "bos", pieces),
-        # A SentencePiece model adds it unless told otherwise.
+        # SentencePiece models add it unless the metadata says otherwise.
         add_bos=bool(metadata.get(f"{_PREFIX}add_bos_token", metadata.get(f"{_PREFIX}model") == _SENTENCEPIECE)),
         eos_ids=_end_ids(metadata, pieces),
         chat_template=chat_template_of_model(template, special=special) if template else None,
@@ -140,30 +140,56 @@ def _backend(metadata: Mapping[str, Any], pieces: list[str], path: Path) -> toke
         )
     kinds = metadata.get(f"{_PREFIX}token_type", [])
     with contained(f"{path} has no readable tokenizer"):
-        if model == _SENTENCEPIECE:
-            unknown = _token_id(metadata, "unknown", pieces)
-            backend = sentencepiece_backend(
-                pieces,
-                metadata.get(f"{_PREFIX}scores", []),
-                kinds,
-                unknown=pieces[unknown] if unknown is not None else None,
-                adds_space=metadata.get(f"{_PREFIX}add_space_prefix", True),
-            )
-        else:
-            backend = _byte_level_backend(metadata, pieces, pre)
+        build = _sentencepiece_backend if model == _SENTENCEPIECE else _byte_level_backend
+        backend = build(metadata, pieces)
         backend.add_special_tokens(_added(pieces, kinds, kind=_CONTROL))
-        # Runs of spaces are among them, and SentencePiece looks for them when spaces are written its own way already.
+        # Runs of spaces are among them, and SentencePiece looks for them after spaces have become WORD_START.
         backend.add_tokens(_added(pieces, kinds, kind=_USER_DEFINED, normalized=model == _SENTENCEPIECE))
     return backend
 
 
-def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str], pre: str) -> tokenizers.Tokenizer:
+def _byte_level_backend(metadata: Mapping[str, Any], pieces: list[str]) -> tokenizers.Tokenizer:
     vocabulary = {piece: id_ for id_, piece in enumerate(pieces)}
     merges = [tuple(merge.split(" ", 1)) for merge in metadata.get(f"{_PREFIX}merges", [])]
     backend = tokenizers.Tokenizer(models.BPE(vocab=vocabulary, merges=merges, fuse_unk=False))
-    backend.pre_tokenizer = PRE_TOKENIZERS[pre]()
+    backend.pre_tokenizer = PRE_TOKENIZERS[metadata.get(f"{_PREFIX}pre", "gpt-2")]()
     backend.decoder = decoders.ByteLevel()
     return backend
+
+
+def _sentencepiece_backend(metadata: Mapping[str, Any], pieces: list[str]) -> tokenizers.Tokenizer:
+    unknown = _token_id(metadata, "unknown", pieces)
+    backend = tokenizers.Tokenizer(
+        models.BPE(
+            vocab={piece: id_ for id_, piece in enumerate(pieces)},
+            merges=_sentencepiece_merges(metadata, pieces),
+            unk_token=None if unknown is None else pieces[unknown],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[normalizers.Normalizer] = [normalizers.Replace(" ", WORD_START)]
+    back = [decoders.Replace(WORD_START, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.get(f"{_PREFIX}add_space_prefix", True):  # text is encoded as if it began with a space
+        spaces.insert(0, normalizers.Prepend(WORD_START))
+        back.append(decoders.Strip(content=" ", left=1))
+    backend.normalizer = normalizers.Sequence(spaces)
+    backend.decoder = decoders.Sequence(back)
+    return backend
+
+
+def _sentencepiece_merges(metadata: Mapping[str, Any], pieces: list[str]) -> list[tuple[str, str]]:
+    """Return every way to join a normal piece from two others, pieces of the highest score first."""
+    scores: list[float] = metadata.get(f"{_PREFIX}scores", [])
+    normal = [id_ for id_, kind in enumerate(metadata.get(f"{_PREFIX}token_type", [])) if kind == _NORMAL]
+    known = {pieces[id_] for id_ in normal}
+    return [
+        (left, right)
+        for id_ in sorted(normal, key=scores.__getitem__, reverse=True)
+        if (piece := pieces[id_])
+        for at in range(1, len(piece))
+        if (left := piece[:at]) in known and (right := piece[at:]) in known
+    ]
 
 
 def _added(pieces: list[str], kinds: list[int], *, kind: int, normalized: bool = False) -> list[AddedToken]:

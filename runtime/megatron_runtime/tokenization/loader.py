@@ -1,18 +1,38 @@
-"""From a model reference to its tokenizer."""
+"""From a model reference to its tokenizer, and Hugging Face tokenizer directories (tokenizer.json and companions).
+
+A tokenizer.json is part of the model, so it may be hostile: a regular expression can take years to compile, and a
+normalizer can turn ten characters into gigabytes, which aborts the process. So a child process with limits loads the
+file and encodes some text before this process loads it.
+"""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
-from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
-from megatron_runtime.checkpoints.source import HUB_PREFIX, GGUFSource, ModelSourceError, resolve
+import tokenizers
+
+from megatron_runtime.checkpoints.hub import HUB_PREFIX
+from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
+from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, resolve
+from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
+from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
-from megatron_runtime.tokenization.hf_tokenizer import TOKENIZER_FILE, tokenizer_from_directory
 from megatron_runtime.tokenization.tokenizer import Tokenizer
+from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
+
+TRIAL_SECONDS, TRIAL_SECONDS_PER_MEGABYTE = 10.0, 1.0
+"""Time to load a tokenizer.json and encode the trial texts: fixed, and for each megabyte of the file."""
+TRIAL_MEMORY_BYTES = 4 << 30
+"""Address space of the child."""
+TOKENIZER_FILE = "tokenizer.json"
+SETTINGS_FILE, TEMPLATE_FILE = "tokenizer_config.json", "chat_template.jinja"
+MAX_TOKEN_ID = (1 << 31) - 1
 
 
 class TokenizerLoadError(ValueError):
-    """No tokenizer for this model reference. The message names the reference and the remedy."""
+    """This model reference has no usable tokenizer. The message names the reference and the remedy."""
 
 
 def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
@@ -20,22 +40,22 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
     model: `builtin:NAME`, `hf:ORG/NAME[@REVISION]`, a .gguf file, or a directory with a tokenizer.json, with one .gguf
            file, or with a Megatron-Core checkpoint and a tokenizer.json.
-    renders_chat: with its chat template, which only who speaks to clients needs.
+    renders_chat: with its chat template, which only servers need.
+    Raises TokenizerLoadError.
     """
     try:
         path = _locate(model)
-    except ModelFileError as error:
-        raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
-    try:
         load = tokenizer_from_gguf if path.is_file() else tokenizer_from_directory
         return load(path, renders_chat=renders_chat)
+    except TokenizerLoadError:
+        raise
     except (ValueError, OSError, MemoryError) as error:
         raise TokenizerLoadError(f"the tokenizer of model {model!r} cannot be loaded: {error}") from error
 
 
 def _locate(model: str) -> Path:
     if model.startswith(HUB_PREFIX):
-        from megatron_runtime.checkpoints.hub.cache import tokenizer_directory
+        from megatron_runtime.checkpoints.hub.download import tokenizer_directory
 
         model = str(tokenizer_directory(model))
     directory = Path(model).expanduser()
@@ -50,3 +70,137 @@ def _locate(model: str) -> Path:
     if ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
         return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")
+
+
+def tokenizer_from_directory(directory: Path, *, renders_chat: bool = True) -> Tokenizer:
+    """Build the tokenizer of a directory that holds tokenizer.json, with its chat template or without.
+
+    Special tokens and the chat template come from tokenizer_config.json and chat_template.jinja, end-of-answer tokens
+    also from generation_config.json, the context length from config.json; each of these may be absent.
+    Raises ValueError that names the file that cannot be read.
+    """
+    file = directory / TOKENIZER_FILE
+    found = ModelDirectory(directory).file(TOKENIZER_FILE)
+    if found is None:
+        raise ValueError(f"{file} is missing: complete the directory")
+    backend = backend_from_json(found.read_bytes(MAX_TOKENIZER_BYTES), name=str(file))
+    config = _read_json(directory / SETTINGS_FILE)
+    special = {
+        name: text
+        for name in ("bos_token", "eos_token", "unk_token", "pad_token")
+        if (text := _token_text(config, name)) is not None
+    }
+    template = _template_source(directory, config) if renders_chat else None
+    bos = special.get("bos_token")
+    return Tokenizer(
+        backend,
+        bos_id=backend.token_to_id(bos) if bos is not None else None,
+        add_bos=bool(config.get("add_bos_token", False)),
+        eos_ids=_end_ids(directory, backend, special.get("eos_token")),
+        chat_template=chat_template_of_model(template, special=special) if template else None,
+        context_length=_context_length(directory / "config.json"),
+    )
+
+
+def backend_from_json(content: bytes, *, name: str) -> tokenizers.Tokenizer:
+    """Return the tokenizer of a tokenizer.json. Padding and truncation in the file are ignored, as transformers does.
+
+    content: of the file.
+    name:    its path, for errors.
+    Raises ValueError that names the file.
+    """
+    _try(content, name=name)
+    with contained(f"{name} is not a readable tokenizer"):
+        return load_vocabulary(content)
+
+
+def _try(content: bytes, *, name: str) -> None:
+    child = SacrificialProcess("megatron_runtime.tokenization.tokenizer_trial", memory_bytes=TRIAL_MEMORY_BYTES)
+    seconds = TRIAL_SECONDS + TRIAL_SECONDS_PER_MEGABYTE * len(content) / 1e6
+    try:
+        verdict = child.call(content, timeout_seconds=seconds)
+    except ProcessLostError as error:
+        raise TokenizerLibraryError(
+            f"{name} is not a usable tokenizer: the process that tried it out is limited to {seconds:.0f} s and "
+            f"{TRIAL_MEMORY_BYTES >> 20} MiB, and {error}"
+        ) from error
+    except ProcessStartError as error:
+        raise TokenizerLibraryError(f"{name} could not be tried out: {error}") from error
+    finally:
+        child.close()
+    if verdict:
+        raise TokenizerLibraryError(f"{name} is not a readable tokenizer: {verdict.decode()}")
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Write what `tokenizer_from_directory` reads, except the end-of-answer tokens after the first."""
+    template = tokenizer.chat_template
+    special = template.special if template is not None else {}
+    for name, id_ in (("bos_token", tokenizer.bos_id), ("eos_token", next(iter(tokenizer.eos_ids), None))):
+        if id_ is not None:
+            special = {name: tokenizer.token_bytes(id_).decode(), **special}
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": tokenizer.adds_bos, **special}
+    (directory / TOKENIZER_FILE).write_text(tokenizer.to_json(), encoding="utf-8")
+    (directory / SETTINGS_FILE).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    if template is not None:
+        (directory / TEMPLATE_FILE).write_text(template.source, encoding="utf-8")
+
+
+def write_gguf_tokenizer(path: Path, directory: Path) -> list[int]:
+    """Write the tokenizer of the .gguf file at `path` to `directory`, as transformers reads it; return its EOS ids.
+
+    Raises what tokenizer_from_gguf raises.
+    """
+    tokenizer = tokenizer_from_gguf(path)
+    write_tokenizer(tokenizer, directory)
+    return list(tokenizer.eos_ids)
+
+
+def _end_ids(directory: Path, backend: tokenizers.Tokenizer, eos_text: str | None) -> list[int]:
+    own = backend.token_to_id(eos_text) if eos_text is not None else None
+    ids = [] if own is None else [own]
+    for name in ("generation_config.json", "config.json"):
+        listed = _read_json(directory / name).get("eos_token_id")
+        listed = listed if isinstance(listed, list) else [] if listed is None else [listed]
+        wrong = next((id_ for id_ in listed if type(id_) is not int or not 0 <= id_ <= MAX_TOKEN_ID), None)
+        if wrong is not None:
+            raise ValueError(f"{directory / name}: eos_token_id has {wrong!r:.80}: want integers in 0..{MAX_TOKEN_ID}")
+        ids.extend(listed)
+    return list(dict.fromkeys(ids))
+
+
+def _context_length(file: Path) -> int | None:
+    name = "max_position_embeddings"
+    length = _read_json(file).get(name)
+    if length is not None and (type(length) is not int or length < 1):
+        raise ValueError(f"{file}: {name} is {length!r:.80}: want a positive integer")
+    return length
+
+
+def _template_source(directory: Path, config: dict[str, Any]) -> str | None:
+    file = ModelDirectory(directory).file(TEMPLATE_FILE)
+    if file is not None:
+        return file.read_text()
+    source = config.get("chat_template")
+    if isinstance(source, list):
+        entries = [entry for entry in source if isinstance(entry, dict) and entry.get("name") == "default"]
+        source = entries[-1].get("template") if entries else None
+    if source is not None and not isinstance(source, str):
+        raise ValueError(
+            f"{directory / SETTINGS_FILE}: chat_template is {type(source).__name__}: want a string, or a list of "
+            "{name, template}"
+        )
+    return source
+
+
+def _token_text(config: dict[str, Any], name: str) -> str | None:
+    value = config.get(name)
+    text = value.get("content") if isinstance(value, dict) else value
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"{SETTINGS_FILE}: {name} is {value!r:.80}: want a string, or an object with `content`")
+    return text
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    file = ModelDirectory(path.parent).file(path.name)
+    return {} if file is None else file.read_json()

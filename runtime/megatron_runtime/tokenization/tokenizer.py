@@ -1,25 +1,97 @@
-"""`Tokenizer`: what a server needs to know about a model's vocabulary."""
+"""`Tokenizer`: text to token ids and back, for whole texts and for streams.
+
+Byte-level vocabularies map every token to bytes, so a stream is an incremental UTF-8 decode: linear, and a character is
+given out only when its last byte is there. Other vocabularies decode a short sliding window of tokens.
+Concatenated, the parts of a stream equal `Tokenizer.decode` of all ids.
+"""
 
 from __future__ import annotations
 
+import codecs
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import tokenizers
 
-from megatron_runtime.tokenization.backend import contained
-from megatron_runtime.tokenization.byte_level import piece_to_bytes
 from megatron_runtime.tokenization.chat_template import ChatTemplate, ChatTemplateError
-from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer, Detokenizer, WindowDetokenizer
-from megatron_runtime.tokenization.sentencepiece import WORD_START
-from megatron_runtime.tokenization.token_bound import TokenBound
+from megatron_runtime.tokenization.vocabulary import WORD_START, TokenBound, contained, piece_to_bytes
 
 MAX_SHORT_CHARACTERS = 512
 """A text up to here is encoded by the call with the least overhead, which does not let other threads run."""
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer(ABC):
+    """Text of one growing sequence of token ids."""
+
+    @abstractmethod
+    def feed(self, ids: Iterable[int]) -> str:
+        """Return the text that `ids` complete; an incomplete character is held back."""
+
+    @abstractmethod
+    def finish(self) -> str:
+        """Return what was held back; incomplete characters become U+FFFD."""
+
+
+class ByteLevelDetokenizer(Detokenizer):
+    """For vocabularies in which each token is a string of bytes.
+
+    token_bytes: bytes of a token id, empty for one that has no text.
+    """
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        self._token_bytes = token_bytes
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, ids: Iterable[int]) -> str:
+        return self._utf8.decode(b"".join(map(self._token_bytes, ids)))
+
+    def finish(self) -> str:
+        return self._utf8.decode(b"", final=True)
+
+
+class WindowDetokenizer(Detokenizer):
+    """For vocabularies whose decoder looks at neighbouring tokens (leading spaces, byte fallback).
+
+    decode: text of a run of token ids.
+    The window starts at tokens whose text has been given out: a decoder may strip the first space of its input.
+    """
+
+    MAX_HELD_TOKENS = 16
+
+    def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
+        self._decode = decode
+        self._window: list[int] = []
+        self._shown = 0  # tokens at the start of the window whose text has been given out
+
+    def feed(self, ids: Iterable[int]) -> str:
+        return "".join(self._step(token) for token in ids)
+
+    def _step(self, token: int) -> str:
+        self._window.append(token)
+        fresh = self._fresh()
+        held = len(self._window) - self._shown
+        if fresh.endswith(REPLACEMENT) and held < self.MAX_HELD_TOKENS:
+            return ""
+        if not fresh and held < self.MAX_HELD_TOKENS:
+            return ""
+        self._window = self._window[self._shown :]
+        self._shown = len(self._window)
+        return fresh
+
+    def finish(self) -> str:
+        fresh = self._fresh()
+        self._shown = len(self._window)
+        return fresh
+
+    def _fresh(self) -> str:
+        out = self._decode(self._window[: self._shown]) if self._shown else ""
+        return self._decode(self._window)[len(out) :]
 
 
 class Tokenizer:
@@ -65,9 +137,8 @@ class Tokenizer:
         return self._add_bos
 
     def to_json(self) -> str:
-        """The vocabulary and how text is cut, as tokenizer.json has them."""
-        text: str = self._backend.to_str()
-        return text
+        """Return the contents of tokenizer.json."""
+        return str(self._backend.to_str())
 
     def encode(self, text: str, *, add_special: bool = True) -> list[int]:
         """Return the token ids of `text`. Special tokens written out in the text become those tokens.
@@ -92,7 +163,7 @@ class Tokenizer:
 
     @cached_property
     def bound(self) -> TokenBound:
-        """The fewest tokens that a text can have."""
+        """The lower bound of the number of tokens of a text."""
         return TokenBound.of(self._backend)
 
     def render_chat(
@@ -118,14 +189,14 @@ class Tokenizer:
         return self.encode(self.render_chat(messages, tools=tools, variables=variables), add_special=False)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """Return the text of `ids`; bytes that are no UTF-8 read as U+FFFD; ids outside the vocabulary as nothing."""
+        """Return the text of `ids`. Bytes that are not UTF-8 become U+FFFD; ids outside the vocabulary have no text."""
         detokenizer = self.detokenizer(skip_special=skip_special)
         return detokenizer.feed(ids) + detokenizer.finish()
 
     def detokenizer(self, *, skip_special: bool = True, visible: Collection[int] = ()) -> Detokenizer:
         """Return a fresh incremental decoder for one sequence.
 
-        visible: special tokens that are text all the same.
+        visible: special tokens that are given out as text.
         """
         hidden = self.special_ids.difference(visible) if skip_special else frozenset()
         if self._is_byte_level:

@@ -1,16 +1,14 @@
 """The process in which a tokenizer.json is tried: it loads the file, and encodes and decodes common texts.
 
-See backend.py, which starts it. What ends this process, or takes it too long, is not loaded into another.
+loader.py starts it. A file that ends this process, or takes it too long, is not loaded into another one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import tokenizers
 
 from megatron_runtime.process.sacrificial_process import serve
-from megatron_runtime.tokenization.backend import TokenizerBackendError, contained, load
+from megatron_runtime.tokenization.vocabulary import TokenizerLibraryError, contained, load_vocabulary
 
 MAX_GROWTH, MAX_GROWTH_CHARACTERS = 64, 4096
 """A text of n characters may normalise or decode to 64 n + 4096 characters, and encode to as many tokens."""
@@ -26,14 +24,14 @@ _TRIAL_TEXTS = (
 
 
 def _verdict(content: bytes) -> bytes:
-    """Empty for a tokenizer that may be loaded, or what is wrong with it. Runs in the child."""
+    """Return nothing for a tokenizer that may be loaded, else its fault. Runs in the child."""
     try:
         with contained("the library cannot load it"):
-            backend = load(content)
+            backend = load_vocabulary(content)
         _check_limits(backend)
         for text in _TRIAL_TEXTS:
             _encode_and_decode(backend, text)
-    except TokenizerBackendError as error:
+    except TokenizerLibraryError as error:
         return str(error)[:2000].encode(errors="replace")
     return b""
 
@@ -41,7 +39,7 @@ def _verdict(content: bytes) -> bytes:
 def _check_limits(backend: tokenizers.Tokenizer) -> None:
     longest = getattr(backend.model, "max_input_chars_per_word", 0)
     if longest > MAX_WORD_CHARACTERS:
-        raise TokenizerBackendError(
+        raise TokenizerLibraryError(
             f"max_input_chars_per_word is {longest}: at most {MAX_WORD_CHARACTERS} is allowed, and usual is 100"
         )
 
@@ -54,17 +52,13 @@ def _encode_and_decode(backend: tokenizers.Tokenizer, text: str) -> None:
     except Exception:  # a vocabulary need not cover every text: such a request is answered with an error
         return
     except BaseException as error:
-        raise TokenizerBackendError(f"it fails on a common text: {error}") from error
+        raise TokenizerLibraryError(f"it fails on a common text: {error}") from error
     if len(ids) > most or len(decoded) > most:
-        raise TokenizerBackendError(
+        raise TokenizerLibraryError(
             f"a text of {len(text)} characters became {len(ids)} tokens and {len(decoded)} characters: at most {most} "
             "are allowed"
         )
 
 
-def _prepare(_setup: bytes) -> Callable[[bytes], bytes]:
-    return _verdict
-
-
 if __name__ == "__main__":
-    serve(_prepare)
+    serve(lambda _setup: _verdict)

@@ -1,4 +1,4 @@
-"""Control messages and STATUS as awaitable calls: for the operator on the admin port, and for the inference client."""
+"""Verbs and STATUS as awaitable calls: `ControlLink` for administrators, `ControlCalls` also for inference clients."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, Pe
 from megatron_runtime.transport.security import PeerKeys
 
 ANSWER_MARGIN_SECONDS = 5.0
-"""Added to an operation's own deadline before its sender gives up: the coordinator's answer comes first."""
+"""Added to the deadline of an operation before its sender gives up, so that the coordinator's answer comes first."""
 
 
 class ControlRefusedError(Exception):
-    """The coordinator refused a control message, or the operation failed.
+    """The coordinator rejected a control message, or the operation failed.
 
     code:  ErrorCode; ILLEGAL_SIGNAL, IN_PROGRESS, STALE_FENCE, ENGINES_MISSING, DEADLINE, ENGINE_FAILED …
-    state: the coordinator's state, as text; empty when the answer did not name it.
-    fence: the highest fence seen, in a STALE_FENCE refusal.
-    ack:   the whole answer, with the outcome of each engine; None when it was a bare ERROR.
+    state: the coordinator's state, as text; empty if the answer does not have it.
+    fence: with STALE_FENCE, the highest fence that the coordinator has received.
+    ack:   the whole answer, with the outcome of each engine; None for an ERROR.
     """
 
     def __init__(self, code: int, state: str, message: str, fence: int | None, ack: ControlAck | None = None) -> None:
@@ -46,9 +46,7 @@ class ControlRefusedError(Exception):
 
 
 class ControlCalls:
-    """Calls under way on one connection. An operation is sent again when the connection was renewed: its id makes
-    that safe.
-    """
+    """Calls in progress on one connection. After a new registration an operation is sent again, safely, by its id."""
 
     def __init__(self, send: Callable[[Frames], bool], *, address: str) -> None:
         self._send = send
@@ -99,7 +97,7 @@ class ControlCalls:
         return future
 
     def resend(self) -> None:
-        """After a renewed registration: ask again for everything that has no answer yet."""
+        """Send everything without an answer again, after a new registration."""
         for control, _ in list(self._operations.values()):
             self._send(control.to_frames())
         self._status = deque(future for future in self._status if not future.done())
@@ -107,14 +105,14 @@ class ControlCalls:
             self._send(Status().to_frames())
 
     def handle(self, message: Message) -> bool:
-        """Take `message` if it answers a call."""
+        """Handle `message` if it answers a call. Whether it did."""
         match message:
             case ControlAck():
                 self._settle(message)
             case StatusReply():
                 self._settle_status(message)
             case Error(uid=None, code=ErrorCode.WRONG_ROLE | ErrorCode.MALFORMED) if self._operations or self._status:
-                self._refuse_all(message)
+                self._reject_all(message)
             case _:
                 return False
         return True
@@ -143,8 +141,8 @@ class ControlCalls:
                 future.set_result(reply)
                 return
 
-    def _refuse_all(self, error: Error) -> None:
-        """An ERROR names no operation; it says that this connection may not ask such things at all."""
+    def _reject_all(self, error: Error) -> None:
+        """An ERROR has no operation id: this connection may send no verbs at all."""
         refusal = ControlRefusedError(int(error.code), "", error.message, None)
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._operations.values()]
         for future in [*waiting, *self._status]:
@@ -156,13 +154,13 @@ class ControlCalls:
             future.set_exception(
                 CoordinatorUnreachableError(
                     f"no answer from {self._address} to {control.kind.name} {control.operation_id} within "
-                    f"{control.timeout_seconds + ANSWER_MARGIN_SECONDS:g} s: ask STATUS what became of it"
+                    f"{control.timeout_seconds + ANSWER_MARGIN_SECONDS:g} s: STATUS reports its outcome"
                 )
             )
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """A call that nobody awaits may fail without a complaint at exit."""
+    """Mark the exception as retrieved, because the caller may ignore the future."""
     if not future.cancelled():
         future.exception()
 
@@ -187,12 +185,13 @@ class ControlLink:
 
     @property
     def coordinator_incarnation(self) -> int:
-        """Changes when the coordinator restarted; 0 before the first answer."""
+        """A new number after each restart of the coordinator; 0 before the first answer."""
         return self._link.coordinator_incarnation
 
     async def start(self, *, connect_timeout_seconds: float = 10.0) -> None:
-        """Connect. Raises CoordinatorUnreachableError or HandshakeRefusedError; the link is then closed for good.
-        With a timeout of 0 it returns at once and connects in the background.
+        """Connect. With a timeout of 0, return at once and connect in the background.
+
+        Raises CoordinatorUnreachableError or HandshakeRefusedError. The link is closed then.
         """
         await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
 
@@ -208,10 +207,10 @@ class ControlLink:
         epoch: int | None = None,
         source: str | None = None,
     ) -> asyncio.Future[ControlAck]:
-        """Send a control message now; await the future for its confirmed CONTROL_ACK.
+        """Send a control message now. The future gives its confirmed CONTROL_ACK.
 
-        The future raises ControlRefusedError when the coordinator refuses or the operation fails, and
-        CoordinatorUnreachableError when no answer came: the outcome is then unknown, and STATUS tells it.
+        The future raises ControlRefusedError if the coordinator rejects the message or the operation fails, and
+        CoordinatorUnreachableError without an answer: the outcome is then unknown, and STATUS reports it.
         """
         return self._calls.control(
             Control(
@@ -230,7 +229,7 @@ class ControlLink:
         return self._calls.status(timeout_seconds=timeout_seconds)
 
     def close(self) -> None:
-        """Cancel what has no answer and end. Idempotent."""
+        """Cancel calls without an answer and disconnect. Idempotent."""
         self._calls.close()
         self._link.close("closed")
 

@@ -1,4 +1,4 @@
-"""A ZeroMQ socket on an asyncio event loop, through its file descriptor: no polling, no wrapper task per message."""
+"""A libzmq socket on an asyncio event loop, through its file descriptor: no polling, no task per message."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from zmq.backend import zmq_poll
 logger = logging.getLogger(__name__)
 
 DRAIN_BUDGET = 256
-"""Messages handled in one turn of the loop; then other callbacks get theirs."""
+"""Messages handled in one iteration of the loop, before other callbacks run."""
 
 _NOBLOCK = int(zmq.NOBLOCK)
 _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
@@ -21,9 +21,9 @@ _NOBLOCK_MORE = int(zmq.NOBLOCK | zmq.SNDMORE)
 class EventSocket:
     """Calls `on_message(frames)` for each message received; sends without blocking.
 
-    The descriptor of a ZeroMQ socket is edge-triggered: it must be drained until EAGAIN after every wake-up *and*
-    after every send, which may swallow the edge. An exception in the handler is logged and counted, never raised
-    into the loop.
+    The descriptor of a libzmq socket is edge-triggered: it must be drained until EAGAIN after every wake-up and after
+    every send, which may consume the edge. An exception in the handler is logged and counted, never raised into the
+    loop.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], on_message: Callable[[list[bytes]], None]) -> None:
@@ -32,8 +32,8 @@ class EventSocket:
         self._on_message = on_message
         self._has_routing_ids = socket.type == zmq.ROUTER
         self._poll_items = [(socket, int(zmq.POLLIN))]
-        # The methods of the binding itself. Those over them turn flags into enums for each frame, which takes longer
-        # than the frame.
+        # The methods of the binding. Those of zmq.Socket convert flags to enums for each frame, which takes longer than
+        # the frame itself.
         self._send_frame = super(zmq.Socket, socket).send
         self._receive_frame = super(zmq.Socket, socket).recv
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -53,10 +53,10 @@ class EventSocket:
             self.socket.close(linger=linger_ms)
 
     def send(self, frames: Sequence[bytes]) -> bool:
-        """Hand `frames` to the socket. False if its buffer is full.
+        """Pass `frames` to the socket. False if its buffer is full.
 
         Raises:
-            zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer is gone.
+            zmq.ZMQError: EHOSTUNREACH, on a mandatory ROUTER whose peer has disconnected.
         """
         more = len(frames)
         try:
@@ -71,7 +71,7 @@ class EventSocket:
         return True
 
     def _receive(self) -> list[bytes]:
-        # Of a routing id it is known that more follows; a Frame, which says so of others, takes three times as long.
+        # A routing id is always followed by a frame, so it needs no zmq.Frame, which takes three times as long.
         receive = self._receive_frame
         frames = [receive(_NOBLOCK, True)] if self._has_routing_ids else []
         frame = receive(_NOBLOCK, False)
@@ -93,11 +93,11 @@ class EventSocket:
         self._drain(expected=1)
 
     def _drain(self, *, expected: int = 0) -> None:
-        self._drain_scheduled = True  # what a handler sends needs no drain of its own: this one goes on until EAGAIN
+        self._drain_scheduled = True  # a send of a handler needs no drain of its own
         for number in range(DRAIN_BUDGET):
             if self._loop is None:
                 return
-            # Mostly there is nothing but what woke us: asking is cheaper than the exception. After that there are many.
+            # There is mostly one message for each wake-up, and polling is cheaper than the exception.
             if expected <= number < 2 and not zmq_poll(self._poll_items, 0):
                 self._drain_scheduled = False
                 return

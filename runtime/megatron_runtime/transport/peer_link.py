@@ -1,4 +1,4 @@
-"""One peer's connection to a coordinator: registration, heartbeats, reconnection. It moves messages, no more."""
+"""The connection of one peer to a coordinator: registration, heartbeats, loss detection, reconnection."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import asyncio
 import logging
 import random
 from collections.abc import Callable
+from typing import Protocol, TypeAlias
 
 import zmq
 
@@ -22,27 +23,43 @@ from megatron_runtime.protocol.messages import (
     Message,
     decode,
 )
+from megatron_runtime.protocol.text import printable
 from megatron_runtime.transport.event_socket import EventSocket
 from megatron_runtime.transport.security import PeerKeys
 
 logger = logging.getLogger(__name__)
 
 SILENCE_SECONDS = 3.0
-"""A coordinator silent for so long is looked for anew, on a fresh socket."""
+"""Time without any message after which a new socket is opened."""
 GOODBYE_LINGER_MS = 2000
-"""So long a goodbye may take to leave this machine: at most, where the coordinator is gone."""
+"""The longest time that DISCONNECT may take to leave this machine."""
 
 
 class CoordinatorUnreachableError(TimeoutError):
-    """No coordinator answered in time. The message names the address."""
+    """No coordinator answered in time. The text names the address."""
 
 
 class HandshakeRefusedError(AssertionError):
-    """The coordinator answered HELLO with a refusal: wrong port for the role, or no protocol version in common."""
+    """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
+
+
+class PeerSocket(Protocol):
+    """A DEALER that is connecting or connected."""
+
+    def send(self, frames: Frames, /) -> bool:
+        """Send a message without blocking. False if the socket does not take it."""
+
+    def close(self, *, linger_ms: int = 0) -> None:
+        """Idempotent."""
+
+
+Connect: TypeAlias = Callable[[PeerKeys | None, int], PeerSocket]
+"""Opens a socket that passes each message to receive(). Arguments: the keys, and the number of the attempt, which
+selects one of the coordinator's keys."""
 
 
 def coordinator_address(where: int | str) -> str:
-    """The ZeroMQ address of a port number (on this machine), "host:port" or "tcp://host:port"."""
+    """Return the ZeroMQ address of a port number on this machine, "host:port" or "tcp://host:port"."""
     if isinstance(where, int):
         return f"tcp://127.0.0.1:{where}"
     if "://" in where:
@@ -53,13 +70,23 @@ def coordinator_address(where: int | str) -> str:
     return f"tcp://{host}:{port}"
 
 
-class PeerLink:
-    """Keeps one DEALER registered with the coordinator at `address`, whatever becomes of either.
+def _log_malformed(error: MalformedMessageError) -> None:
+    logger.warning("dropped a frame from the coordinator: %s", error)
 
-    hello:      builds the HELLO of this moment for an incarnation.
-    on_ack:     called with each HELLO_ACK, and whether the coordinator may have forgotten what was sent before.
-    on_message: called with every other message, ERROR and HEARTBEAT included.
-    heartbeat:  builds the HEARTBEAT of this moment; by default it says nothing but that the peer lives.
+
+class PeerLink:
+    """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
+
+    hello:        creates the HELLO to send now, for an incarnation.
+    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost what was sent before.
+    on_message:   called with every other message, including ERROR and HEARTBEAT.
+    heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
+    on_lost:      called with the reason when a registration ends other than by close().
+    on_malformed: called with the error of each message that cannot be decoded; by default it is logged.
+    connect:      opens the socket; None: a DEALER of libzmq, whose buffers are unbounded.
+    tick_seconds: interval of heartbeats, and of HELLO until the registration; None: as HELLO_ACK says.
+    silence_seconds: time without any message after which a new socket is opened; None: SILENCE_SECONDS.
+    other_key_seconds: the same before the registration, if the coordinator may have another key.
     """
 
     def __init__(
@@ -70,50 +97,76 @@ class PeerLink:
         hello: Callable[[int], Hello],
         on_ack: Callable[[HelloAck, bool], None],
         on_message: Callable[[Message], None],
-        heartbeat: Callable[[int], Heartbeat] = lambda incarnation: Heartbeat(incarnation=incarnation),
+        heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation),
+        on_lost: Callable[[str], None] = lambda reason: None,
+        on_malformed: Callable[[MalformedMessageError], None] = _log_malformed,
+        connect: Connect | None = None,
+        tick_seconds: float | None = None,
+        silence_seconds: float | None = None,
+        other_key_seconds: float | None = None,
     ) -> None:
         self.address = address
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
-        """As the coordinator last said."""
+        """From the last HELLO_ACK."""
         self.rejected_frames = 0
         self.coordinator_incarnation = 0
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._keys = keys
         self._hello = hello
         self._on_ack = on_ack
         self._on_message = on_message
         self._heartbeat = heartbeat
+        self._on_lost = on_lost
+        self._on_malformed = on_malformed
+        self._connect = connect or self._connect_libzmq
+        self._fixed_tick = tick_seconds
+        self._silence_seconds = silence_seconds
+        self._other_key_seconds = other_key_seconds
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._socket: EventSocket | None = None
+        self._socket: PeerSocket | None = None
         self._incarnation = 0
         self._key_stamp: tuple[int, int] | None = None
         self._attempts = 0
         self._lost = False
         self._heard = 0.0
         self._due = 0.0
-        self._heartbeat_seconds = limits.HEARTBEAT_SECONDS
+        self._muted_until = 0.0
+        self._tick_seconds = tick_seconds or limits.HEARTBEAT_SECONDS
         self._timer: asyncio.TimerHandle | None = None
         self._acknowledged: asyncio.Future[None] | None = None
         self._closed = False
 
     @property
+    def context(self) -> zmq.Context[zmq.Socket[bytes]]:
+        """The context of libzmq's socket."""
+        if self._context is None:
+            self._context = zmq.Context()
+        return self._context
+
+    @property
     def socket(self) -> zmq.Socket[bytes] | None:
-        return self._socket.socket if self._socket is not None else None
+        """libzmq's socket, if it is open."""
+        return self._socket.socket if isinstance(self._socket, EventSocket) else None
 
-    async def start(self, *, loop: asyncio.AbstractEventLoop | None = None, connect_timeout_seconds: float) -> None:
-        """Open the connection and wait for the first HELLO_ACK; with a timeout of 0, do not wait.
-
-        Raises:
-            CoordinatorUnreachableError: nobody answered; the link is closed.
-            HandshakeRefusedError: the coordinator refused; the link is closed.
-        """
-        self._loop = loop or asyncio.get_running_loop()
+    def open(self) -> None:
+        """Connect in the background, on the running event loop."""
+        self._loop = asyncio.get_running_loop()
         self._acknowledged = self._loop.create_future()
         self._open()
         self._schedule_tick()
+
+    async def start(self, *, connect_timeout_seconds: float) -> None:
+        """Connect and wait for the first HELLO_ACK. With a timeout of 0, do not wait.
+
+        Raises:
+            CoordinatorUnreachableError: no coordinator answered. The link is closed.
+            HandshakeRefusedError: the coordinator rejected HELLO. The link is closed.
+        """
+        self.open()
         if not connect_timeout_seconds:
             return
+        assert self._acknowledged is not None
         try:
             await asyncio.wait_for(asyncio.shield(self._acknowledged), connect_timeout_seconds)
         except TimeoutError as error:
@@ -127,7 +180,7 @@ class PeerLink:
             raise
 
     def close(self, reason: str = "") -> None:
-        """Say DISCONNECT and end. Idempotent."""
+        """Send DISCONNECT and close the socket. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -141,26 +194,56 @@ class PeerLink:
             self._socket.close(linger_ms=GOODBYE_LINGER_MS if self.registered else 0)
             self._socket = None
         self.registered = False
-        self.context.term()
+        if self._context is not None:
+            self._context.term()
 
     def send(self, frames: Frames) -> bool:
-        """Hand `frames` to the socket, whose buffer is unbounded. Before registration they are dropped.
+        """Send a message; before the registration it is dropped.
 
-        False when the coordinator would not take a message of this size: it is not sent then.
+        False, and not sent, if it is larger than the coordinator accepts or the socket does not take it.
         """
         size = sum(map(len, frames))
         if size > self.max_message_bytes:
             logger.error("a message of %d bytes is not sent: at most %d", size, self.max_message_bytes)
             return False
         if self._socket is not None and self.registered:
-            self._socket.send(frames)
+            return self._socket.send(frames)
         return True
 
     def beat(self) -> None:
-        """Send a HEARTBEAT now: something it says has changed."""
-        self.send(self._heartbeat(self._incarnation).to_frames())
+        """Send a HEARTBEAT now, because its content has changed."""
+        if self._heartbeat is not None:
+            self.send(self._heartbeat(self._incarnation).to_frames())
+
+    def say_hello(self) -> None:
+        """Send HELLO, to register or after its content has changed."""
+        if self._socket is not None:
+            self._socket.send(self._hello(self._incarnation).to_frames())
+
+    def reopen(self, reason: str) -> None:
+        """Close the socket and open a new one."""
+        self._drop(reason)
+        self._open()
+
+    def mute(self, reason: str, *, seconds: float) -> None:
+        """Close the socket, and open a new one after `seconds`."""
+        self._muted_until = self._now() + seconds
+        self._drop(reason)
 
     def _open(self) -> None:
+        self._heard = self._now()
+        if self._heard < self._muted_until:
+            return
+        if self._keys is not None:
+            # The last connection may have failed because the keys changed.
+            self._key_stamp = self._keys.stamp()
+            self._keys = self._keys.refreshed()
+        self._incarnation = random.SystemRandom().getrandbits(64)
+        self._socket = self._connect(self._keys, self._attempts)
+        self._attempts += 1
+        self.say_hello()
+
+    def _connect_libzmq(self, keys: PeerKeys | None, attempt: int) -> PeerSocket:
         socket = self.context.socket(zmq.DEALER)
         socket.setsockopt(zmq.SNDHWM, 0)
         socket.setsockopt(zmq.RCVHWM, 0)
@@ -168,53 +251,62 @@ class PeerLink:
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.MAXMSGSIZE, limits.MAX_ENGINE_MESSAGE_BYTES)
-        if self._keys is not None:
-            # A connection may have failed because the keys changed.
-            self._key_stamp = self._keys.stamp()
-            self._keys = self._keys.refreshed()
-            self._keys.apply(socket, attempt=self._attempts)
-            self._attempts += 1
+        if keys is not None:
+            keys.apply(socket, attempt=attempt)
         socket.connect(self.address)
-        self._incarnation = random.SystemRandom().getrandbits(64)
-        self._socket = EventSocket(socket, self._receive)
-        self._socket.start(self._loop)
-        self._heard = self._now()
-        self.say_hello()
+        wrapped = EventSocket(socket, self.receive)
+        wrapped.start(self._loop)
+        return wrapped
+
+    def _drop(self, reason: str) -> None:
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+        self._lose(reason)
+
+    def _lose(self, reason: str = "") -> None:
+        was_registered, self.registered, self._lost = self.registered, False, True
+        if was_registered:
+            self._on_lost(reason)
 
     def _now(self) -> float:
         assert self._loop is not None, "start() first"
         return self._loop.time()
 
-    def say_hello(self) -> None:
-        """Register, or renew the registration after a change of what HELLO says."""
-        if self._socket is not None:
-            self._socket.send(self._hello(self._incarnation).to_frames())
+    def _schedule_tick(self) -> None:
+        assert self._loop is not None
+        self._due = self._now() + self._tick_seconds
+        self._timer = self._loop.call_later(self._tick_seconds, self._tick)
 
     def _tick(self) -> None:
-        assert self._loop is not None
-        # While this loop stood still it heard nothing, whatever was said.
+        # While this loop was blocked, it handled no message, even if some had arrived.
         now = self._now()
         self._heard = min(now, self._heard + max(0.0, now - self._due))
         self._schedule_tick()
-        if now - self._heard > SILENCE_SECONDS:
+        if self._socket is None:
+            self._open()
+        elif now - self._heard > self._patience():
+            reason = f"no message from the coordinator at {self.address} for {now - self._heard:.0f} s"
             if self.registered:
-                logger.warning("the coordinator at %s has been silent for %.0f s", self.address, SILENCE_SECONDS)
-            self._reopen()
+                logger.warning("%s: connecting again", reason)
+            self.reopen(reason)
         elif self._own_key_changed():
-            logger.info("another key of its own: registering anew with it at %s", self.address)
-            self._reopen()
+            reason = f"registering again at {self.address} with the new key of this process"
+            logger.info("%s", reason)
+            self.reopen(reason)
         elif self.registered:
             self.beat()
         else:
             self.say_hello()
 
-    def _schedule_tick(self) -> None:
-        assert self._loop is not None
-        self._due = self._now() + self._heartbeat_seconds
-        self._timer = self._loop.call_later(self._heartbeat_seconds, self._tick)
+    def _patience(self) -> float:
+        silence = SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
+        if self.registered or self._keys is None or not self._keys.other_server_publics:
+            return silence
+        return silence if self._other_key_seconds is None else self._other_key_seconds
 
     def _own_key_changed(self) -> bool:
-        """A rotated key is taken up while the one before is still admitted, so that nobody has to be cut off."""
+        """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
         if self._keys is None:
             return False
         stamp = self._keys.stamp()
@@ -223,48 +315,40 @@ class PeerLink:
         self._key_stamp = stamp
         return self._keys.refreshed().own != self._keys.own
 
-    def _reopen(self) -> None:
-        self._lose()
-        if self._socket is not None:
-            self._socket.close()
-        self._open()
-
-    def _lose(self) -> None:
-        self._lost = True
-        self.registered = False
-
-    def _receive(self, frames: list[bytes]) -> None:
+    def receive(self, frames: Frames) -> None:
+        """Handle a message from the socket."""
         self._heard = self._now()
         try:
             message = decode(frames)
         except MalformedMessageError as error:
             self.rejected_frames += 1
-            logger.warning("dropped a frame from the coordinator: %s", error)
+            self._on_malformed(error)
             return
         match message:
             case HelloAck():
-                self._registered(message)
+                self._register(message)
             case Error(code=ErrorCode.UNKNOWN_PEER):
                 if self.registered:
-                    self._lose()
+                    self._lose("the coordinator does not know this connection")
                     self.say_hello()
             case Error(code=ErrorCode.VERSION | ErrorCode.WRONG_ROLE) if not self.registered:
-                self._refused(f"refused HELLO: {message.code.name}: {message.message}")
+                self._reject(f"rejected HELLO: {message.code.name}: {printable(message.message)}")
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
-                self._lose()
+                self._lose("the coordinator was restarted")
                 self.say_hello()
             case _ if self._is_first_answer() and not isinstance(message, Error | Heartbeat):
-                self._refused(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
+                self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
                 self._on_message(message)
 
     def _is_first_answer(self) -> bool:
         return self.coordinator_incarnation == 0 and not self.registered
 
-    def _registered(self, ack: HelloAck) -> None:
+    def _register(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)
         self.coordinator_incarnation = ack.incarnation
-        self._heartbeat_seconds = ack.heartbeat_seconds
+        if self._fixed_tick is None:
+            self._tick_seconds = ack.heartbeat_seconds
         self.max_message_bytes = ack.max_message_bytes
         self._lost = False
         self.registered = True
@@ -272,9 +356,10 @@ class PeerLink:
             self._acknowledged.set_result(None)
         self._on_ack(ack, forgotten)
 
-    def _refused(self, what: str) -> None:
+    def _reject(self, what: str) -> None:
         message = f"the coordinator at {self.address} {what}"
         if self._acknowledged is not None and not self._acknowledged.done():
             self._acknowledged.set_exception(HandshakeRefusedError(message))
+            self._acknowledged.exception()  # after open() no task awaits it
         else:
             logger.error("%s", message)

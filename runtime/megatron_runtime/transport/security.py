@@ -1,8 +1,8 @@
-"""CURVE keys and their roles. Whoever connects must hold the key of the port's role; the port is the role.
+"""CURVE keys and their roles. A peer must hold a key of the role that its port is for.
 
-A key directory holds Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
-`engine`, `client` or `admin`. A file may hold two keys, one a line: the second generation during a rotation. A port
-admits either; a peer tries one key of the server after the other. Of its own pair a process uses the first line.
+A key directory has Z85 text files `ROLE.pub` and, for the holder, `ROLE.key`; ROLE is `server` (the coordinator),
+`engine`, `client` or `admin`. During a rotation a file has two keys, one on each line. A port accepts both; a peer
+tries the server's keys in turn. Of its own pair a process uses the first line.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class PeerKeys:
-    """What a client, engine or admin needs: its own pair and the coordinator's public key, or keys in a rotation.
+    """The keys of a client, engine or admin: its own pair, and the public keys of the coordinator.
 
-    source: the directory and role that refreshed() reads again; None for keys that came from elsewhere.
+    source: the directory and role that refreshed() reads again; None for keys without files.
     """
 
     own: KeyPair
@@ -54,7 +54,7 @@ class PeerKeys:
         return cls(own, first, tuple(others), (directory, role))
 
     def stamp(self) -> tuple[int, int] | None:
-        """Changes whenever the file of its own pair does; None for keys that came from elsewhere."""
+        """Return a value that changes with the file of the own pair; None without a file."""
         if self.source is None:
             return None
         directory, role = self.source
@@ -65,22 +65,22 @@ class PeerKeys:
         return status.st_ino, status.st_mtime_ns
 
     def refreshed(self) -> PeerKeys:
-        """The keys of this moment: those that the files hold now, or the same where they cannot be read."""
+        """Return the keys that are in the files now; these keys if the files cannot be read."""
         if self.source is None:
             return self
         try:
             return PeerKeys.load(*self.source)
         except KeyFileError as error:
-            logger.warning("the keys in use stay: %s", error)
+            logger.warning("keeping the keys in use: %s", error)
             return self
 
     def server_key(self, attempt: int) -> bytes:
-        """The coordinator's public key to try: the next one with each attempt."""
+        """Return the coordinator's public key for this attempt; the next attempt gets the next key."""
         servers = (self.server_public, *self.other_server_publics)
         return servers[attempt % len(servers)]
 
     def apply(self, socket: zmq.Socket[bytes], *, attempt: int = 0) -> None:
-        """Set before connect(). `attempt` counts the connections made: each tries the next key of the server."""
+        """Set the keys of a libzmq socket, before connect()."""
         socket.curve_publickey = self.own.public
         socket.curve_secretkey = self.own.secret
         socket.curve_serverkey = self.server_key(attempt)
@@ -88,7 +88,7 @@ class PeerKeys:
 
 @dataclass(frozen=True, slots=True)
 class ServerKeys:
-    """What the coordinator needs: its own pair and, for each role, the public keys that may connect to its port."""
+    """The keys of the coordinator: its own pair and, for each role, the public keys that open its port."""
 
     own: KeyPair
     allowed: dict[Role, frozenset[bytes]]
@@ -108,7 +108,7 @@ class KeyDirectory:
         self._seen = self._signature()
 
     def changed(self) -> bool:
-        """Whether `keys` are other ones now. Files that cannot be read change nothing until they can."""
+        """Read changed files again. Whether `keys` changed; files that cannot be read change nothing."""
         signature = self._signature()
         if signature == self._seen:
             return False
@@ -116,10 +116,10 @@ class KeyDirectory:
         try:
             keys = ServerKeys.load(self._path)
         except KeyFileError as error:
-            logger.warning("the keys in use stay: %s", error)
+            logger.warning("keeping the keys in use: %s", error)
             return False
         if keys.own != self.keys.own:
-            logger.warning("%s: the server's own key changed; it is used from the next start on", self._path)
+            logger.warning("%s: the server's own key changed; it is used after the next start", self._path)
         changed, self.keys = keys != self.keys, keys
         return changed
 
@@ -136,12 +136,12 @@ class KeyDirectory:
 
 
 class Gatekeeper:
-    """Says who may connect to the port of a role, and counts the refused."""
+    """Decides which keys open the port of a role, and counts rejected connections."""
 
     def __init__(self, keys: ServerKeys) -> None:
         self.refused = 0
         self.keys = keys
-        """May be replaced at any time; who is connected already is not asked again."""
+        """May be replaced at any time. Existing connections are not checked again."""
 
     def admits(self, role: Role, key: bytes) -> bool:
         return key in self.keys.allowed[role]
@@ -151,7 +151,7 @@ class Gatekeeper:
 
 
 def generate_key_files(*, roles: tuple[str, ...] = ("server", "engine", "client", "admin")) -> dict[str, str]:
-    """Fresh pairs as `{file name: Z85 text}`."""
+    """Generate key pairs as `{file name: Z85 text}`."""
     files = {}
     for role in roles:
         pair = KeyPair.generate()

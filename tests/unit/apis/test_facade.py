@@ -11,10 +11,10 @@ from eventually import LONG_SECONDS
 from megatron_runtime.apis import MegatronAsyncLLM, MegatronLLM, ServeConfig
 from megatron_runtime.apis._llm_base import _CoordinatorRuntime, _MegatronLLMBase
 from megatron_runtime.apis._pipeline import default_config
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.inference_request import DynamicInferenceRequest, Status
 from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
 from megatron_runtime.transport.control_link import ControlRefusedError
@@ -60,6 +60,14 @@ class TestConstruction:
         expected = first.generate(PROMPT, greedy())
         again = make(model=first.controller.inference_wrapped_model.model)
         assert again.generate(PROMPT, greedy()).generated_tokens == expected.generated_tokens
+
+    def test_the_controller_has_the_models_text(self, make, tokenizer) -> None:
+        llm = make()
+        ids = llm.controller.tokenize_prompt(PROMPT)
+        assert (ids, llm.controller.detokenize(ids)) == (tokenizer.encode(PROMPT), tokenizer.decode(ids))
+        assert llm.controller.tokenizer is llm.engine.controller.tokenizer
+        llm.engine.suspend()
+        assert llm.controller.inference_wrapped_model is None
 
     def test_a_wrapper_of_the_callers_runs_the_model(self, make, greedy) -> None:
         steps = []
@@ -304,7 +312,7 @@ class TestCoordinatorMode:
 
 
 async def state_of(llm: MegatronLLM) -> EngineState:
-    return llm.engine._listening._worker.lifecycle.state
+    return llm.engine._service.worker.lifecycle.state
 
 
 def as_rank_0(call, patched):

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.config import InferenceConfig
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import Tokenizer
 
@@ -26,7 +26,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> LlamaForCausalLM:
     from transformers import LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("smollm")
-    export_hf("builtin:smollm2-135m", directory)
+    convert("builtin:smollm2-135m", directory)
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
 
 

@@ -1,4 +1,4 @@
-"""The benchmarks run and say what they measured; how much it was is nobody's test."""
+"""The benchmarks run and report every figure; no test checks how large a figure is."""
 
 import asyncio
 import json
@@ -7,16 +7,13 @@ import sys
 from pathlib import Path
 
 import httpx
-import psutil
 import pytest
-import zmq
 from click.testing import CliRunner
 from eventually import eventually
 from fleet import free_ports
 from random_checkpoint import LLAMA, random_tensors, write_model
 
 from megatron_runtime.cli import main
-from megatron_runtime.cli.bench.forwarder import Forwarder
 from megatron_runtime.cli.bench.report import percentile
 
 COORDINATOR_FIGURES = {
@@ -24,30 +21,13 @@ COORDINATOR_FIGURES = {
     "idle_rss_mib",
     "sequential_p50_ms",
     "sequential_p99_ms",
-    "floor_sequential_p50_ms",
-    "direct_sequential_p50_ms",
     "requests_per_second",
     "cpu_us_per_request",
-    "own_thread_us_per_request",
-    "floor_us_per_request",
-    "floor_percent",
-    "direct_p50_ms",
-    "direct_p99_ms",
-    "floor_added_p50_ms",
-    "floor_added_p99_ms",
-    "added_p50_ms",
-    "added_p99_ms",
+    "latency_p50_ms",
+    "latency_p99_ms",
     "partials_per_second",
     "cpu_us_per_partial",
-    "others_percent",
-    "stolen_percent",
 }
-
-
-UNDISTURBED_FIGURES = {
-    f"undisturbed_{name}_p{percent}_ms" for name in ("direct", "floor_added", "added") for percent in (50, 99)
-} | {"undisturbed_percent"}
-"""Where real-time priority is permitted, and the machine left anything undisturbed."""
 
 
 def bench(*arguments: str) -> str:
@@ -61,8 +41,7 @@ def figures_of(path: Path, benchmark: str) -> dict[str, float]:
     assert document["benchmark"] == benchmark
     assert document["machine"]["cpus"] > 0
     assert all(math.isfinite(value) for value in document["figures"].values())
-    # What is added is a difference of two measurements.
-    assert all(value >= 0 for name, value in document["figures"].items() if "added_" not in name)
+    assert all(value >= 0 for value in document["figures"].values())
     return document["figures"]
 
 
@@ -77,7 +56,7 @@ def test_coordinator(tmp_path: Path) -> None:
     output = bench("coordinator", *sizes, "--json", str(path))
     assert "coordinator's CPU per request" in output
     figures = figures_of(path, "coordinator")
-    assert set(figures) - UNDISTURBED_FIGURES == COORDINATOR_FIGURES
+    assert set(figures) == COORDINATOR_FIGURES
     assert json.loads(path.read_text())["options"]["requests"] == 100
     assert figures["idle_rss_mib"] > 1
     assert figures["requests_per_second"] > 0
@@ -86,20 +65,7 @@ def test_coordinator(tmp_path: Path) -> None:
 def test_more_clients_than_requests_end_too(tmp_path: Path) -> None:
     path = tmp_path / "figures.json"
     bench("coordinator", "--clients", "9", "--requests", "4", "--prompt-tokens", "8", "--json", str(path))
-    assert set(figures_of(path, "coordinator")) - UNDISTURBED_FIGURES == COORDINATOR_FIGURES
-
-
-@pytest.mark.timeout(60)
-def test_a_forwarder_ends_though_it_waits_for_an_engine() -> None:
-    with Forwarder() as forwarder, zmq.Context() as context, context.socket(zmq.DEALER) as client:
-        client.linger = 0
-        process = psutil.Process(forwarder.pid)
-        client.connect(forwarder.client_address)
-        before = process.num_ctx_switches().voluntary
-        client.send(b"last words")
-        while process.num_ctx_switches().voluntary == before:  # until it has them, and nobody to give them to
-            client.poll(10)
-    assert not process.is_running()
+    assert set(figures_of(path, "coordinator")) == COORDINATOR_FIGURES
 
 
 @pytest.mark.parametrize(("percent", "value"), [(0, 1), (50, 51), (99, 100), (100, 100)])

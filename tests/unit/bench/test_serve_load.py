@@ -1,4 +1,4 @@
-"""Clients of `megatron bench serve` get on with servers that close connections."""
+"""Clients of `megatron bench serve` work with servers that close connections."""
 
 import asyncio
 import json
@@ -9,7 +9,7 @@ import click
 import httpx
 import pytest
 
-from megatron_runtime.cli.bench.serve_load import LoadOptions, run
+from megatron_runtime.cli.bench.serve_command import LoadOptions, run
 
 CHUNKS = (
     {"choices": [{"text": "a"}]},

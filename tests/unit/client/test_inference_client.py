@@ -156,7 +156,7 @@ class TestRequests:
         final = Final(1, uid, tokens_to_bytes([5]), pack({"status": "COMPLETED"}))
         error = Error(code=ErrorCode.DEADLINE, message="not yours", uid=uid)
         for message in (partial, final, error):
-            client._link._receive(message.to_frames())
+            client._link.receive(message.to_frames())
         assert client.completion_futures == client.streams == client._open == {}
         assert (await client.add_request(PROMPT, params(1)))["generated_tokens"] == echo_answer(PROMPT, 1)
 
@@ -225,7 +225,7 @@ class TestRequests:
         assert client.context.closed
 
     async def test_a_client_alone_ends_a_request_whose_time_is_up(self, params, monkeypatch, unused_tcp_port) -> None:
-        monkeypatch.setattr("megatron_runtime.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
+        monkeypatch.setattr("megatron_runtime.client.inference_client.DEADLINE_MARGIN_SECONDS", 0.05)
         client = InferenceClient(unused_tcp_port)
         await client.start(connect_timeout_seconds=0)
         with pytest.raises(TimeoutError, match=str(unused_tcp_port)) as ended:

@@ -25,7 +25,7 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
 )
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.tokenization.detokenizer import ByteLevelDetokenizer
+from megatron_runtime.tokenization.tokenizer import ByteLevelDetokenizer
 
 ALPHABET = "abé€🙂"
 TEXTS = st.text(ALPHABET, max_size=24)

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from vectors import VECTORS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
@@ -18,7 +19,6 @@ from megatron_runtime.coordinator.service import Coordinator
 from megatron_runtime.inference_client import CoordinatorUnreachableError, InferenceClient
 from megatron_runtime.protocol.headers import Header, Role
 from megatron_runtime.protocol.messages import Hello
-from megatron_runtime.protocol.vectors import VECTORS
 from megatron_runtime.transport.control_link import ControlLink
 from megatron_runtime.transport.security import PeerKeys, generate_key_files
 
@@ -188,7 +188,7 @@ async def test_files_that_are_half_written_change_nothing_until_they_are_whole(s
     whole = secret.files["client.pub"]
     secret.files["client.pub"] = whole[:17]
     secret.write()
-    await stage.until(lambda: "the keys in use stay" in caplog.text)
+    await stage.until(lambda: "keeping the keys in use" in caplog.text)
     assert coordinator.transport.gatekeeper.keys.allowed == admitted
     secret.files["client.pub"] = whole
     secret.renew("client", keep_old=True)

@@ -9,6 +9,7 @@ import pytest
 import zmq
 from core_driver import CoreDriver, Peer
 from eventually import LONG_SECONDS
+from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator import transport as transport_module
@@ -304,6 +305,28 @@ async def test_paused_time_counts_against_a_deadline_and_against_the_wait(stage,
         with pytest.raises(RequestRejectedError) as rejected:
             await future
         assert rejected.value.code == ErrorCode.DEADLINE
+
+
+async def test_a_deadline_that_is_set_later_and_ends_earlier_fires_in_time() -> None:
+    """All deadlines share one timer."""
+    fleet = SimulatedFleet()
+    late, early = fleet.ask(1, deadline_ms=60_000), fleet.ask(2, deadline_ms=50)
+    fleet.turn()  # 0.1 s
+    assert early.error is None, "the client reads before the clock is advanced"
+    fleet.turn()
+    assert early.error is not None
+    assert early.error.code is ErrorCode.DEADLINE
+    latest = fleet.ask(3, deadline_ms=90_000)
+    fleet.driver.advance(59.0)
+    fleet.turn()
+    assert late.error is None
+    fleet.driver.advance(1.0)
+    fleet.turn()
+    assert late.error is not None
+    assert latest.error is None
+    fleet.driver.advance(30.0)
+    fleet.turn()
+    assert latest.error is not None
 
 
 async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params) -> None:

@@ -6,6 +6,7 @@ import random
 import pytest
 import zmq
 from hostile_frames import HostileFrames
+from vectors import VECTORS
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.protocol import limits
@@ -20,7 +21,6 @@ from megatron_runtime.protocol.messages import (
     decode,
     pack,
 )
-from megatron_runtime.protocol.vectors import VECTORS
 
 FRAMES = 3_000
 

@@ -13,7 +13,7 @@ from megatron_operator.link.connection import CoordinatorLink, LinkTimings
 from megatron_operator.plan.world import AskCanary, CanaryReport
 from megatron_runtime.protocol.headers import Role
 
-FAST = LinkTimings(hello_retry=0.05, hello_retry_max=0.2, status_interval=0.1, status_interval_busy=0.05)
+FAST = LinkTimings(hello_retry=0.05, status_interval=0.1, status_interval_busy=0.05)
 
 
 @pytest.fixture

@@ -139,6 +139,32 @@ async def test_a_plain_engine_continues_a_request_as_a_longer_prompt(stage, plai
     assert final["generated_length"] == 5
 
 
+async def test_the_final_of_a_plain_engine_that_is_lost_doubles_no_token(stage, plain, params, collect) -> None:
+    """The final of a plain engine has every token of its dispatch, those of its partials included."""
+    coordinator = stage.coordinator(single_port=True)
+    first = await stage.engine(step_seconds=None)
+    client = await stage.client()
+    stream = client.add_request_streaming([1], params(5))
+    await first.until(lambda: first.jobs)
+    first.step()
+    tokens = (await anext(stream))["partial"]["new_tokens"]
+    second = plain(Role.ENGINE, identity=b"mp-coord-0")
+    second.say()
+    first.leave()
+    message = await second.hear()
+    expected = echo_answer([1], 5)
+    second.say(Header.ENGINE_REPLY_PARTIAL, [{"request_id": message[1], "new_tokens": expected[1:3]}])
+    tokens += (await anext(stream))["partial"]["new_tokens"]
+    second.say(Header.DISCONNECT)
+    await stage.until(lambda: not coordinator.core.engines.named("mp-coord-0"))
+    second.say(*answer_as_engine(message, tokens=expected[1:]))
+    rest, final = await collect(stream)
+    assert final["generated_tokens"] == expected
+    assert tokens == expected[:3]
+    assert tokens + rest == expected[: len(tokens + rest)]
+    assert coordinator.core.counters.late == 1
+
+
 async def test_a_plain_client_aborts_by_its_own_number(stage, client) -> None:
     engine = await stage.engine(step_seconds=None)
     client.say(Header.SUBMIT_REQUEST, 3, [1], PARAMS, None)

@@ -4,6 +4,7 @@ import asyncio
 
 import pytest
 import zmq
+from simulated_fleet import SimulatedFleet
 
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
@@ -205,6 +206,21 @@ async def test_an_engine_that_misses_the_deadline_is_evicted_and_named(stage, co
     assert [reply["generated_tokens"] for reply in replies] == [echo_answer([n], 4) for n in range(1, 5)]
     assert coordinator.core.engines.named("mute") is None
     assert good.acted[H.UNPAUSE] == 1
+
+
+@pytest.mark.parametrize("kind", [H.PAUSE, H.UPDATE_WEIGHTS], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("seconds", [5.0, 900.0])
+async def test_an_operation_has_the_time_that_its_sender_gives_it(kind, seconds) -> None:
+    fleet = SimulatedFleet(suspect=1e9, dead=1e9)
+    fleet.engine("engine-0").silent = True
+    fleet.control(kind, timeout_seconds=seconds, epoch=1, source="/models/1")
+    fleet.driver.advance(seconds - 0.5)
+    fleet.turn()
+    assert fleet.acks == []
+    fleet.driver.advance(0.5)
+    fleet.turn()
+    (ack,) = fleet.acks
+    assert ack.engines["engine-0"].error == f"no answer within {seconds:g} s"
 
 
 async def test_an_engine_that_fails_is_evicted_and_the_others_commit(stage, control) -> None:
@@ -533,6 +549,39 @@ async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_
     assert (new.acks[-1].epoch, new.acks[-1].source) == (5, "/models/5")
     assert not coordinator.core.router._held, "what was computed with the older weights"
     await old.until(lambda: (old.acks[-1].epoch, old.acks[-1].source) == (5, "/models/5"))
+
+
+@pytest.mark.parametrize("learns", ["update", "recovery"])
+async def test_revisions_that_share_an_epoch_share_its_weights(stage, control, learns) -> None:
+    """Engines of two revisions, as amid a rollout, have the weights of one UPDATE_WEIGHTS. An engine that joins is told
+    these weights if it is of one of the two revisions."""
+    timing = Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3 if learns == "recovery" else 0.0)
+    coordinator = stage.coordinator(timing=timing)
+    held = {"epoch": 5, "source": "/models/5"} if learns == "recovery" else {}
+    for revision in ("a", "b"):
+        await stage.engine(f"engine-{revision}", revision=revision, **held)
+    await stage.until(lambda: coordinator.core.verbs.state is S.RUNNING)
+    if learns == "update":
+        await control(await stage.admin(), H.UPDATE_WEIGHTS, source="/models/5", epoch=5)
+    newcomers = {
+        revision: await stage.engine(f"newcomer-{revision}", revision=revision, epoch=4, source="/models/4")
+        for revision in ("a", "b", "c")
+    }
+    told = {revision: (engine.acks[-1].epoch, engine.acks[-1].source) for revision, engine in newcomers.items()}
+    assert told == {"a": (5, "/models/5"), "b": (5, "/models/5"), "c": (5, None)}
+
+
+@pytest.mark.parametrize("order", [("old", "new"), ("new", "old")])
+async def test_a_revision_with_older_weights_is_not_told_the_newer_ones(stage, order) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3))
+    epochs = {"old": 4, "new": 5}
+    for revision in order:
+        epoch = epochs[revision]
+        await stage.engine(f"engine-{revision}", revision=revision, epoch=epoch, source=f"/models/{epoch}")
+    await stage.until(lambda: coordinator.core.verbs.state is S.RUNNING)
+    for revision, source in (("old", None), ("new", "/models/5")):
+        newcomer = await stage.engine(f"newcomer-{revision}", revision=revision, serving=False)
+        assert (newcomer.acks[-1].epoch, newcomer.acks[-1].source) == (5, source)
 
 
 @pytest.mark.parametrize("given", [{"epoch": 1}, {"source": "/models/1"}])

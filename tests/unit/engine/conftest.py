@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -52,7 +52,7 @@ def generate() -> Generate:
     """
 
     def run(
-        executor: TorchExecutor,
+        executor: CpuExecutor,
         prompts: Sequence[Sequence[int]],
         new_tokens: int,
         *,
@@ -79,8 +79,8 @@ def generate() -> Generate:
 
 
 @pytest.fixture(scope="package")
-def smollm() -> TorchExecutor:
-    executor = TorchExecutor(resolve(BUILTIN), dtype="float32", kv_cache_memory=256 << 20)
+def smollm() -> CpuExecutor:
+    executor = CpuExecutor(resolve(BUILTIN), dtype="float32", kv_cache_memory=256 << 20)
     executor.load()
     return executor
 
@@ -90,7 +90,7 @@ def smollm_reference(tmp_path_factory: pytest.TempPathFactory) -> nn.Module:
     from transformers import LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("smollm")
-    export_hf(BUILTIN, directory)
+    convert(BUILTIN, directory)
     return LlamaForCausalLM.from_pretrained(directory, dtype=torch.float32)
 
 

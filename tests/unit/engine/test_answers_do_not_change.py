@@ -10,7 +10,7 @@ import pytest
 from soak import SOAK
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -32,9 +32,9 @@ KINDS: list[dict[str, Any]] = [
 
 
 @pytest.fixture(scope="module")
-def tiny(make_tiny: MakeTiny) -> tuple[TorchExecutor, str]:
+def tiny(make_tiny: MakeTiny) -> tuple[CpuExecutor, str]:
     directory, _ = make_tiny()
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=2 << 20, threads=1)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=2 << 20, threads=1)
     executor.load()
     return executor, str(directory)
 
@@ -55,7 +55,7 @@ def mixed_requests(count: int) -> list[EngineRequest]:
     return requests
 
 
-def make_engine(executor: TorchExecutor, **config: Any) -> DynamicInferenceEngine:
+def make_engine(executor: CpuExecutor, **config: Any) -> DynamicInferenceEngine:
     defaults = {"max_requests": 32, "max_tokens": 4096, "enable_chunked_prefill": True, "max_sequence_length": 256}
     return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
 
@@ -73,7 +73,7 @@ def run(engine: DynamicInferenceEngine, requests: list[EngineRequest]) -> dict[i
 
 
 @pytest.fixture(scope="module")
-def alone(tiny: tuple[TorchExecutor, str]) -> dict[int, list[int]]:
+def alone(tiny: tuple[CpuExecutor, str]) -> dict[int, list[int]]:
     """The answer of each request, when nothing else runs."""
     executor, _ = tiny
     answers = {}
@@ -83,7 +83,7 @@ def alone(tiny: tuple[TorchExecutor, str]) -> dict[int, list[int]]:
 
 
 def test_a_batch_of_32_mixed_requests_equals_each_alone(
-    tiny: tuple[TorchExecutor, str], alone: dict[int, list[int]]
+    tiny: tuple[CpuExecutor, str], alone: dict[int, list[int]]
 ) -> None:
     engine = make_engine(
         tiny[0], enable_prefix_caching=True, prefix_caching_eviction_policy="lru", block_size_tokens=16
@@ -94,7 +94,7 @@ def test_a_batch_of_32_mixed_requests_equals_each_alone(
 
 @pytest.mark.parametrize("seed", range(400 if SOAK else 4))
 def test_no_disturbance_changes_an_answer(
-    tiny: tuple[TorchExecutor, str], alone: dict[int, list[int]], seed: int
+    tiny: tuple[CpuExecutor, str], alone: dict[int, list[int]], seed: int
 ) -> None:
     random = Random(seed)
     executor, directory = tiny

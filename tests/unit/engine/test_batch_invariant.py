@@ -1,8 +1,10 @@
 """With batch_invariant, tokens and log-probabilities are the same to the bit, whatever ran beside a request."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,17 +15,23 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.backends.native.device import select_device
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.distributed.shard import ParallelSizes
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
-from megatron_runtime.models.batch_invariant import BatchInvariantDecoder
-from megatron_runtime.models.layers.batch_invariant import ROWS, BatchInvariantLinear, by_rows, equal_rows
+from megatron_runtime.models.batch_invariant import (
+    ROWS,
+    BatchInvariantDecoder,
+    BatchInvariantLinear,
+    by_rows,
+    equal_rows,
+)
 from megatron_runtime.models.layers.linear import Linear
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
@@ -68,9 +76,8 @@ def test_a_function_of_single_values_gives_each_row_the_same_bits(width: int) ->
     torch.testing.assert_close(whole, F.silu(x_TF))
 
 
-def make_executor(model: str, *, kv_cache_memory: int) -> TorchExecutor:
-    device = select_device("cpu", InferenceConfig(batch_invariant=True))
-    executor = TorchExecutor(resolve(model), kv_cache_memory=kv_cache_memory, threads=1, device=device)
+def make_executor(model: str, *, kv_cache_memory: int) -> CpuExecutor:
+    executor = CpuExecutor(resolve(model), kv_cache_memory=kv_cache_memory, threads=1, batch_invariant=True)
     executor.load()
     return executor
 
@@ -82,7 +89,7 @@ def directory(make_tiny: MakeTiny) -> str:
 
 
 @pytest.fixture(scope="module")
-def tiny(directory: str) -> TorchExecutor:
+def tiny(directory: str) -> CpuExecutor:
     return make_executor(directory, kv_cache_memory=2 << 20)
 
 
@@ -114,7 +121,7 @@ def requests(count: int, *, vocabulary: int, longest: int, answer: int = 16) -> 
     return made
 
 
-def make_engine(executor: TorchExecutor, **config: Any) -> DynamicInferenceEngine:
+def make_engine(executor: CpuExecutor, **config: Any) -> DynamicInferenceEngine:
     defaults = {"max_requests": 32, "max_tokens": 4096, "enable_chunked_prefill": True, "batch_invariant": True}
     return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
 
@@ -143,7 +150,7 @@ def run(
     return answers
 
 
-def alone(executor: TorchExecutor, asked: list[EngineRequest]) -> dict[int, Answer]:
+def alone(executor: CpuExecutor, asked: list[EngineRequest]) -> dict[int, Answer]:
     answers = {}
     for request in asked:
         answers |= run(make_engine(executor), [request])
@@ -151,19 +158,19 @@ def alone(executor: TorchExecutor, asked: list[EngineRequest]) -> dict[int, Answ
 
 
 @pytest.fixture(scope="module")
-def expected(tiny: TorchExecutor) -> dict[int, Answer]:
+def expected(tiny: CpuExecutor) -> dict[int, Answer]:
     return alone(tiny, requests(32, vocabulary=320, longest=300))
 
 
 def test_a_batch_of_32_mixed_requests_equals_each_alone_to_the_bit(
-    tiny: TorchExecutor, expected: dict[int, Answer]
+    tiny: CpuExecutor, expected: dict[int, Answer]
 ) -> None:
     assert run(make_engine(tiny), requests(32, vocabulary=320, longest=300), at_once=32) == expected
 
 
 @pytest.mark.parametrize("seed", range(100 if SOAK else 3))
 def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort(
-    tiny: TorchExecutor, directory: str, expected: dict[int, Answer], seed: int
+    tiny: CpuExecutor, directory: str, expected: dict[int, Answer], seed: int
 ) -> None:
     random = Random(seed)
     engine = make_engine(
@@ -181,7 +188,7 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
             engine.suspend()
             engine.resume()
         if random.random() < 0.05:
-            engine._scheduler.preempt_all()
+            engine.core._scheduler.preempt_all()
         if random.random() < 0.03:
             tiny.stage_weights(directory)
             engine.swap_weights(engine.epoch + 1)
@@ -203,16 +210,20 @@ def test_not_of_the_real_model_either() -> None:
 
 
 def test_what_it_is_not_for_is_refused_by_name(make_tiny: MakeTiny) -> None:
-    config = InferenceConfig(batch_invariant=True)
+    source = resolve(str(make_tiny()[0]))
+    select = partial(
+        select_executor,
+        source,
+        ModelText.of_model(source),
+        InferenceConfig(batch_invariant=True),
+        kv_cache_memory=2 << 20,
+    )
     with pytest.raises(ValueError, match=r"batch_invariant.*one rank"):
-        select_device("auto", config, sizes=ParallelSizes(tensor=2))
+        select(groups=SimpleNamespace(shard=ParallelSizes(tensor=2).shard(0)))
     with pytest.raises(ValueError, match=r"batch_invariant.*cpu"):
-        select_device("cuda", config)
-    directory, _ = make_tiny()
+        select(device="cuda")
     with pytest.raises(ValueError, match=r"bfloat16.*batch_invariant"):
-        TorchExecutor(
-            resolve(str(directory)), dtype="bfloat16", kv_cache_memory=2 << 20, device=select_device("cpu", config)
-        )
+        select(dtype="bfloat16")
 
 
 def test_the_facade_and_the_command_take_it() -> None:
@@ -220,4 +231,4 @@ def test_the_facade_and_the_command_take_it() -> None:
     with MegatronLLM.from_pretrained("builtin:smollm2-135m", inference_config=config, threads=1) as llm:
         assert isinstance(llm.controller.inference_wrapped_model.model, BatchInvariantDecoder)
     settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", batch_invariant=True)
-    assert build_engine(settings).engine.config.batch_invariant
+    assert build_native(settings).core.config.batch_invariant

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -64,7 +64,7 @@ def prompts() -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def together(smollm: TorchExecutor, generate: Generate, prompts: list[list[int]]) -> dict[int, list[int]]:
+def together(smollm: CpuExecutor, generate: Generate, prompts: list[list[int]]) -> dict[int, list[int]]:
     """What the built-in model answers to all prompts in one batch."""
     return generate(smollm, prompts, NEW_TOKENS, temperature=0.0)
 
@@ -79,7 +79,7 @@ def test_builtin_model_in_a_batch(
 
 @pytest.mark.parametrize("index", range(len(PROMPTS)))
 def test_builtin_model_alone(
-    smollm: TorchExecutor, generate: Generate, prompts: list[list[int]], together: dict[int, list[int]], index: int
+    smollm: CpuExecutor, generate: Generate, prompts: list[list[int]], together: dict[int, list[int]], index: int
 ) -> None:
     """The same as in the batch, which is the reference's."""
     assert generate(smollm, [prompts[index]], NEW_TOKENS, temperature=0.0)[0] == together[index]
@@ -108,7 +108,7 @@ def test_builtin_model_alone(
 )
 def test_variants_of_the_architecture(make_tiny: MakeTiny, generate: Generate, config: dict[str, Any]) -> None:
     directory, reference = make_tiny(**config)
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
     executor.load()
     prompts = random_prompts([1, 5, 40, 129])
     answers = generate(executor, prompts, 24, temperature=0.0)
@@ -127,7 +127,7 @@ def test_variants_of_the_architecture(make_tiny: MakeTiny, generate: Generate, c
 def test_schedules(make_tiny: MakeTiny, generate: Generate, pages: int, config: dict[str, int]) -> None:
     directory, reference = make_tiny()
     page_bytes = 8 * 3 * 2 * 2 * 8 * 4
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=pages * page_bytes, page_size=8)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=pages * page_bytes, page_size=8)
     assert executor.num_pages == pages
     executor.load()
     prompts = random_prompts([1, 3, 8, 9, 17, 33, 70, 100, 2, 300, 301, 24])
@@ -145,7 +145,7 @@ def test_bfloat16_strays_no_further_than_rounding(make_tiny: MakeTiny, generate:
     from transformers import LlamaForCausalLM
 
     rounded = LlamaForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
-    executor = TorchExecutor(resolve(str(directory)), dtype="bfloat16", kv_cache_memory=8 << 20)
+    executor = CpuExecutor(resolve(str(directory)), dtype="bfloat16", kv_cache_memory=8 << 20)
     executor.load()
     prompts = random_prompts([4, 30, 65])
     answers = generate(executor, prompts, 16, temperature=0.0)
@@ -158,7 +158,7 @@ def test_bfloat16_strays_no_further_than_rounding(make_tiny: MakeTiny, generate:
 
 def test_a_seed_gives_the_same_answer_alone_and_among_others(make_tiny: MakeTiny, generate: Generate) -> None:
     directory, _ = make_tiny()
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
     executor.load()
     prompts = random_prompts([12, 40, 3, 12])
     sampling = {"temperature": [0.8, 0.0, 1.5, 1.0], "top_k": [0, 0, 20, 0], "top_p": [0.0, 0.0, 0.0, 0.9]}
@@ -173,7 +173,7 @@ def test_a_seed_gives_the_same_answer_alone_and_among_others(make_tiny: MakeTiny
 
 def test_log_probs_are_those_of_transformers(make_tiny: MakeTiny) -> None:
     directory, reference = make_tiny()
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=8 << 20)
     executor.load()
     engine = DynamicInferenceEngine(executor, InferenceConfig())
     prompt = random_prompts([20])[0]

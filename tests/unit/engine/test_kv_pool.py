@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_runtime.backends.native import kv_pool
-from megatron_runtime.backends.native.kv_pool import KVPool
+from megatron_runtime.backends.native.kv import pool as pool_module
+from megatron_runtime.backends.native.kv.pool import KVPool
 from megatron_runtime.backends.native.memory import MemoryShortError, require_memory
 
 MEBIBYTES = 1 << 20
 
 
 def make_pool(pages: int = 64) -> KVPool:
-    pool = KVPool(layers=2, pages=pages, page_size=16, width=256, dtype=torch.float32)
+    pool = KVPool((2, pages, 16, 256), dtype=torch.float32, device=torch.device("cpu"))
     pool.allocate()
     return pool
 
@@ -65,7 +65,7 @@ def test_too_little_memory_leaves_what_was_kept(monkeypatch: pytest.MonkeyPatch)
         require_memory(needed, what=what, available=0)
 
     with monkeypatch.context() as patch:
-        patch.setattr(kv_pool, "require_memory", short)
+        patch.setattr(pool_module, "require_memory", short)
         with pytest.raises(MemoryShortError, match="KV cache"):
             pool.allocate()
     pool.allocate()

@@ -8,17 +8,17 @@ import torch
 
 from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.switches import Switch
-from megatron_runtime.backends.native.device import Processor
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.layers.compiled_linear import NativeLinear
+from megatron_runtime.models.layers.cpu import select_numbers
 
 MODEL = "builtin:smollm2-135m"
 
 
 def loaded(dtype: str) -> WeightStore:
-    device = Processor()
-    store = WeightStore(resolve(MODEL), device.select_dtype(dtype), device)
+    numbers = select_numbers(dtype)
+    store = WeightStore(resolve(MODEL), numbers.activations, numbers.linears)
     store.load()
     return store
 
@@ -50,7 +50,7 @@ def test_weights_are_the_same_on_every_number_of_threads(monkeypatch: pytest.Mon
 
 def test_a_load_imports_nothing_that_it_does_not_need() -> None:
     program = (
-        "import sys, megatron_runtime.engine.build, megatron_runtime.backends.native.torch_executor, "
+        "import sys, megatron_runtime.backends.native.build, megatron_runtime.backends.native.select, "
         "megatron_runtime.checkpoints.gguf, megatron_runtime.models.native_decoder; "
         "print(sorted({'jinja2', 'pydantic', 'zmq', 'tokenizers', 'numba', 'rich', 'click'} & set(sys.modules)))"
     )

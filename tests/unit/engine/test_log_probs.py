@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 MakeTiny = Callable[..., tuple[Path, nn.Module]]
 PROMPTS = [np.random.default_rng(seed).integers(3, 320, length).tolist() for seed, length in enumerate([40, 3, 90, 17])]
@@ -35,7 +34,7 @@ class Answer:
     prompt_top: list[list[list[tuple[int, float]]]] = field(default_factory=list)
 
 
-def run(executor: TorchExecutor, config: InferenceConfig, *, suspends: bool = False, **params: Any) -> list[Answer]:
+def run(executor: CpuExecutor, config: InferenceConfig, *, suspends: bool = False, **params: Any) -> list[Answer]:
     """suspends: give memory back and resume, twice in the middle of prompts and once among answers."""
     engine = DynamicInferenceEngine(executor, config)
     answers = [Answer() for _ in PROMPTS]
@@ -91,7 +90,7 @@ def test_they_are_those_of_the_reference(
     make_tiny: MakeTiny, config: dict[str, Any], suspends: bool, temperature: float
 ) -> None:
     directory, reference = make_tiny()
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=2 << 20, page_size=8)
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=2 << 20, page_size=8)
     executor.load()
     answers = run(
         executor,
@@ -110,8 +109,9 @@ def test_they_are_those_of_the_reference(
 
 def test_processed_ones_are_of_what_is_drawn_from(make_tiny: MakeTiny) -> None:
     directory, reference = make_tiny()
-    controller = TextGenerationController(None, _no_tokenizer, logprobs_mode="processed_logprobs")
-    executor = TorchExecutor(resolve(str(directory)), controller, dtype="float32", kv_cache_memory=1 << 20)
+    executor = CpuExecutor(
+        resolve(str(directory)), dtype="float32", kv_cache_memory=1 << 20, logprobs_mode="processed_logprobs"
+    )
     executor.load()
     answers = run(executor, InferenceConfig(), temperature=0.5, top_k=3, logit_bias={7: 2.0})
     for prompt, answer in zip(PROMPTS, answers, strict=True):
@@ -124,7 +124,3 @@ def test_processed_ones_are_of_what_is_drawn_from(make_tiny: MakeTiny) -> None:
             assert token in ids.tolist()
             expected = float(kept.log_softmax(-1)[ids.tolist().index(token)])
             assert value == pytest.approx(expected, abs=TOLERANCE)
-
-
-def _no_tokenizer() -> Any:
-    raise AssertionError("nothing here is text")

@@ -19,10 +19,9 @@ import sys
 import threading
 import numpy as np, psutil
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
-from megatron_runtime.backends.native.device import select_device
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
@@ -36,13 +35,19 @@ def memory():
     return info.rss - info.shared
 
 
+def suspend(engine):
+    engine.suspend()
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join()  # it may hold one mapping for as long as it joins two MiB of it
+
+
 def life(mode):
     config = InferenceConfig(
         kv_cache_management_mode=mode, enable_prefix_caching=True, block_size_tokens=16, enable_chunked_prefill=True
     )
-    executor = TorchExecutor(
-        resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1,
-        device=select_device("cpu", config),
+    executor = CpuExecutor(
+        resolve("builtin:smollm2-135m"), dtype=sys.argv[1], kv_cache_memory=256 << 20, threads=1
     )
     engine = DynamicInferenceEngine(executor, config)
     report = {"made": memory()}
@@ -53,15 +58,12 @@ def life(mode):
     step = lambda: [token for output in engine.step() for token in output.new_tokens]
     answer = step() + step()
     report["used"] = memory()
-    engine.suspend()
-    for thread in threading.enumerate():
-        if thread.name == PAGES_THREAD:
-            thread.join()  # it may hold one mapping for as long as it joins two MiB of it
+    suspend(engine)
     report["suspended"] = memory()
     engine.resume()
     while engine.has_work:
         answer += step()
-    engine.suspend()
+    suspend(engine)
     return {**report, "answer": answer}
 
 print(json.dumps({mode: life(mode) for mode in KVCacheManagementMode}))

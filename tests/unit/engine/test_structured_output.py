@@ -11,17 +11,17 @@ import numpy as np
 import pytest
 from hostile_grammars import REJECTED_BY_TRIAL
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.echo.backend import EchoBackend
+from megatron_runtime.backends.native import text as native_text
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.requests.request import Status
 from megatron_runtime.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.text_generation_controllers import text_generation_controller
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 from megatron_runtime.tokenization import load_tokenizer
 
 PERSON = {
@@ -56,7 +56,7 @@ STRUCTURES: list[tuple[dict[str, Any], Callable[[str], Any]]] = [
 
 
 def answers_of(
-    executor: TorchExecutor, requests: list[SamplingParams], generated: list[list[int]] | None = None
+    executor: CpuExecutor, requests: list[SamplingParams], generated: list[list[int]] | None = None
 ) -> list[tuple[list[int], str | None]]:
     """The tokens and the finish reason of each request, all in one batch."""
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=64))
@@ -65,7 +65,7 @@ def answers_of(
     for index, params in enumerate(requests):
         grammar = executor.controller.begin_grammar(params, before[index])
         engine.add_request(
-            EngineRequest(index, prompt, np.array(before[index], np.int32), params, seed=index, grammar=grammar)
+            EngineRequest(index, prompt, np.array(before[index], np.int32), params, seed=index), grammar=grammar
         )
     answers: list[tuple[list[int], str | None]] = [(list(tokens), None) for tokens in before]
     while engine.has_work:
@@ -77,16 +77,16 @@ def answers_of(
 
 
 @pytest.fixture(scope="module")
-def random_model(make_tiny: Callable[..., tuple[Path, Any]]) -> TorchExecutor:
+def random_model(make_tiny: Callable[..., tuple[Path, Any]]) -> CpuExecutor:
     """A model that chooses nearly at random among the built-in model's vocabulary."""
     directory, _ = make_tiny(vocab_size=49152)
-    controller = TextGenerationController(None, partial(load_tokenizer, "builtin:smollm2-135m"))
-    executor = TorchExecutor(resolve(str(directory)), controller, dtype="float32", kv_cache_memory=64 << 20)
+    controller = ModelText(partial(load_tokenizer, "builtin:smollm2-135m"))
+    executor = CpuExecutor(resolve(str(directory)), controller, dtype="float32", kv_cache_memory=64 << 20)
     executor.load()
     return executor
 
 
-def check(executor: TorchExecutor, count: int) -> None:
+def check(executor: CpuExecutor, count: int) -> None:
     chosen = [STRUCTURES[number % len(STRUCTURES)] for number in range(count)]
     requests = [
         SamplingParams(temperature=1.0, num_tokens_to_generate=150, structured_output=structure)
@@ -102,15 +102,15 @@ def check(executor: TorchExecutor, count: int) -> None:
             assert matches(text), (structure, text)
 
 
-def test_200_of_200_answers_match(random_model: TorchExecutor) -> None:
+def test_200_of_200_answers_match(random_model: CpuExecutor) -> None:
     check(random_model, 200)
 
 
-def test_answers_of_the_real_model_match(smollm: TorchExecutor) -> None:
+def test_answers_of_the_real_model_match(smollm: CpuExecutor) -> None:
     check(smollm, 4)
 
 
-def test_an_answer_goes_on_from_the_tokens_it_came_with(smollm: TorchExecutor) -> None:
+def test_an_answer_goes_on_from_the_tokens_it_came_with(smollm: CpuExecutor) -> None:
     structure = {"type": "json_schema", "value": PERSON}
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=80, structured_output=structure)
     ((whole, reason),) = answers_of(smollm, [params])
@@ -119,7 +119,7 @@ def test_an_answer_goes_on_from_the_tokens_it_came_with(smollm: TorchExecutor) -
         assert answers_of(smollm, [params], [whole[:cut]]) == [(whole, "stop")]
 
 
-def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: TorchExecutor) -> None:
+def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: CpuExecutor) -> None:
     params = SamplingParams(
         num_tokens_to_generate=30, termination_id=IGNORE_EOS, structured_output={"type": "choice", "value": ["yes"]}
     )
@@ -128,16 +128,15 @@ def test_the_end_of_the_structure_ends_the_request_though_no_token_may(smollm: T
 
 
 def test_an_echo_engine_keeps_to_the_structure_too() -> None:
-    loaded = build_engine(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", executor="echo"))
+    echo = EchoBackend(EngineSettings(name="echo", coordinator="tcp://127.0.0.1:1", executor="echo"))
     params = SamplingParams(structured_output={"type": "json_schema", "value": PERSON})
     prompt = np.array([1, 2, 3], np.int32)
-    loaded.engine.executor.load()
-    loaded.engine.add_request(
-        EngineRequest(1, prompt, np.empty(0, np.int32), params, grammar=loaded.begin_grammar(params, []))
-    )
-    tokens = [token for _ in range(500) for output in loaded.engine.step() for token in output.new_tokens]
-    assert loaded.controller is not None
-    assert is_person(loaded.controller.detokenize(tokens))
+    assert echo.controller is not None
+    echo.core.executor.load()
+    grammar = echo.controller.begin_grammar(params, [])
+    echo.core.add_request(EngineRequest(1, prompt, np.empty(0, np.int32), params), grammar=grammar)
+    tokens = [token for _ in range(500) for output in echo.core.step() for token in output.new_tokens]
+    assert is_person(echo.controller.detokenize(tokens))
 
 
 @pytest.mark.parametrize(
@@ -151,13 +150,13 @@ def test_an_echo_engine_keeps_to_the_structure_too() -> None:
     ],
     ids=["syntax", "unknown rule", "unknown type", "endless", "large"],
 )
-def test_a_structure_that_cannot_be_is_refused_by_name(smollm: TorchExecutor, structure: dict[str, Any]) -> None:
+def test_a_structure_that_cannot_be_is_refused_by_name(smollm: CpuExecutor, structure: dict[str, Any]) -> None:
     params = SamplingParams(structured_output=structure)
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
         smollm.controller.begin_grammar(params)
 
 
-def test_a_hostile_grammar_fails_its_prompt_and_not_the_program(smollm: TorchExecutor) -> None:
+def test_a_hostile_grammar_fails_its_prompt_and_not_the_program(smollm: CpuExecutor) -> None:
     engine = DynamicInferenceEngine(smollm, InferenceConfig())
     hostile, _ = REJECTED_BY_TRIAL["40 references with 10 arrays each"]
     params = [SamplingParams(structured_output=hostile), SamplingParams(num_tokens_to_generate=2)]
@@ -167,18 +166,18 @@ def test_a_hostile_grammar_fails_its_prompt_and_not_the_program(smollm: TorchExe
 
 
 def test_a_large_vocabulary_is_indexed_before_the_engine_serves(
-    smollm: TorchExecutor, monkeypatch: pytest.MonkeyPatch
+    smollm: CpuExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     controller = smollm.controller
     controller.close_grammars()
     controller.prepare_grammars()
     assert controller._grammars is None
-    monkeypatch.setattr(text_generation_controller, "LARGE_VOCABULARY", 1000)
+    monkeypatch.setattr(native_text, "LARGE_VOCABULARY", 1000)
     controller.prepare_grammars()
     assert controller._grammars is not None
 
 
-def test_without_a_grammar_state_it_is_refused_not_ignored(smollm: TorchExecutor) -> None:
+def test_without_a_grammar_state_it_is_refused_not_ignored(smollm: CpuExecutor) -> None:
     engine = DynamicInferenceEngine(smollm, InferenceConfig())
     params = SamplingParams(structured_output={"type": "json_object"})
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):

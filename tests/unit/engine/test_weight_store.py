@@ -11,10 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from megatron_runtime.backends.native import device
-from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.backends.native.memory import MemoryShortError, available_bytes, require_memory
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.checkpoints.verified import UnusableWeightsError
@@ -38,7 +36,7 @@ def edited(directory: Path, target: Path, edit: Edit) -> Path:
 
 
 def loaded(directory: Path) -> WeightStore:
-    store = WeightStore(resolve(str(directory)), torch.float32, Processor())
+    store = WeightStore(resolve(str(directory)), torch.float32)
     store.load()
     return store
 
@@ -88,7 +86,7 @@ def test_unsound_weights_are_not_staged(make_tiny: MakeTiny, tmp_path: Path, edi
 
 def test_unsound_weights_are_not_loaded(make_tiny: MakeTiny, tmp_path: Path) -> None:
     directory, _ = make_tiny()
-    store = WeightStore(resolve(str(edited(directory, tmp_path / "new", set_nan))), torch.float32, Processor())
+    store = WeightStore(resolve(str(edited(directory, tmp_path / "new", set_nan))), torch.float32)
     with pytest.raises(UnusableWeightsError, match="not finite"):
         store.load()
     assert store.weights is None
@@ -117,14 +115,11 @@ def test_weights_that_changed_while_they_were_given_back_are_refused(make_tiny: 
     assert store.weights is None
 
 
-def test_too_little_memory_is_told_with_both_amounts(make_tiny: MakeTiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    store = loaded(make_tiny()[0])
-    store.release()
-
+def test_too_little_memory_is_told_with_both_amounts(make_tiny: MakeTiny) -> None:
     def short(needed: int, *, what: str) -> None:
         require_memory(needed, what=what, available=needed - 1)
 
-    monkeypatch.setattr(device, "require_memory", short)
+    store = WeightStore(resolve(str(make_tiny()[0])), torch.float32, require_memory=short)
     with pytest.raises(MemoryShortError, match=r"loading the weights needs \d+ MiB, \d+ MiB are available"):
         store.load()
 
@@ -133,7 +128,7 @@ def test_the_amount_asked_for_is_that_of_the_weights(make_tiny: MakeTiny) -> Non
     for tied in (False, True):
         directory, model = make_tiny(tie_word_embeddings=tied)
         parameters = sum(parameter.numel() for parameter in model.parameters())
-        assert WeightStore(resolve(str(directory)), torch.float32, Processor()).num_bytes == 4 * parameters
+        assert WeightStore(resolve(str(directory)), torch.float32).num_bytes == 4 * parameters
 
 
 def test_available_memory_is_what_machine_and_container_leave(tmp_path: Path) -> None:
@@ -149,7 +144,7 @@ def test_available_memory_is_what_machine_and_container_leave(tmp_path: Path) ->
     assert available_bytes(tmp_path / "none", tmp_path / "none") is None
 
 
-def greedy(executor: TorchExecutor, prompt: list[int], length: int, **config: object) -> list[int]:
+def greedy(executor: CpuExecutor, prompt: list[int], length: int, **config: object) -> list[int]:
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_sequence_length=512, **config))
     params = SamplingParams(temperature=0, num_tokens_to_generate=length, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(0, np.array(prompt, np.int32), np.array([], np.int32), params))
@@ -185,8 +180,8 @@ def test_an_update_in_flight_continues_on_the_new_weights(make_tiny: MakeTiny, t
     assert rest != greedy(old, prompt + begun, 6)
 
 
-def _executor(directory: Path) -> TorchExecutor:
-    executor = TorchExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=4 << 20, threads=1)
+def _executor(directory: Path) -> CpuExecutor:
+    executor = CpuExecutor(resolve(str(directory)), dtype="float32", kv_cache_memory=4 << 20, threads=1)
     executor.load()
     return executor
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode, PrefixCachingEvictionPolicy
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.sampling_params import SamplingParams
 
@@ -37,7 +37,7 @@ class Machine(RuleBasedStateMachine):
         self.executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=96)
         self.executor.load()
         self.now = 0.0
-        self.engine = DynamicInferenceEngine(
+        self.engine = EngineCore(
             self.executor,
             InferenceConfig(
                 max_requests=max_requests,
@@ -184,7 +184,7 @@ def test_kv_of_old_weights_is_not_used_after_an_update(mode: KVCacheManagementMo
         prefix_caching_eviction_policy=PrefixCachingEvictionPolicy.LRU,
         kv_cache_management_mode=mode,
     )
-    engine = DynamicInferenceEngine(executor, config)
+    engine = EngineCore(executor, config)
     prompt = list(range(1, 21))
     params = SamplingParams(temperature=0, num_tokens_to_generate=10)
     engine.add_request(EngineRequest(0, np.array(prompt), np.array([], np.int32), params))

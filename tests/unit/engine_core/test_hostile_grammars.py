@@ -22,10 +22,10 @@ from hypothesis import strategies as st
 from soak import SOAK, size
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.backends.native.engine import EngineCore
+from megatron_runtime.backends.native.grammar_queue import GrammarQueue
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engine.grammar_queue import GrammarQueue
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.sampling import structured_output
 from megatron_runtime.sampling.grammar_compiler import COMPILE_SECONDS
@@ -185,12 +185,12 @@ def test_a_slow_mask_delays_its_own_request_alone(
 ) -> None:
     masks = HeldMasks()
     monkeypatch.setattr(compiler, "_masks", masks)
-    engine = DynamicInferenceEngine(EchoExecutor(page_size=4, num_pages=200), InferenceConfig(max_requests=4))
+    engine = EngineCore(EchoExecutor(page_size=4, num_pages=200), InferenceConfig(max_requests=4))
     engine.executor.load()
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=50)
     constrained = SamplingParams(temperature=0.0, num_tokens_to_generate=50, structured_output=DIGITS)
     prompt, nothing = np.array([1, 2, 3], np.int32), np.empty(0, np.int32)
-    engine.add_request(EngineRequest(0, prompt, nothing, constrained, grammar=compiler.begin(DIGITS)))
+    engine.add_request(EngineRequest(0, prompt, nothing, constrained), grammar=compiler.begin(DIGITS))
     engine.add_request(EngineRequest(1, prompt, nothing, params))
     answers: dict[int, list[int]] = {0: [], 1: []}
 
@@ -218,12 +218,12 @@ def test_a_grammar_that_takes_too_much_time_fails_its_request_alone(
 ) -> None:
     monkeypatch.setattr(structured_output, "MASK_SECONDS", 0.01)
     monkeypatch.setattr(structured_output, "MASK_SECONDS_PER_TOKEN", 0.0)
-    engine = DynamicInferenceEngine(EchoExecutor(page_size=4, num_pages=200), InferenceConfig(max_requests=4))
+    engine = EngineCore(EchoExecutor(page_size=4, num_pages=200), InferenceConfig(max_requests=4))
     engine.executor.load()
     prompt, nothing = np.array([1, 2, 3], np.int32), np.empty(0, np.int32)
     structure = ambiguous(20)
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=50, structured_output=structure)
-    engine.add_request(EngineRequest(0, prompt, nothing, params, grammar=compiler.begin(structure)))
+    engine.add_request(EngineRequest(0, prompt, nothing, params), grammar=compiler.begin(structure))
     engine.add_request(EngineRequest(1, prompt, nothing, SamplingParams(temperature=0.0, num_tokens_to_generate=50)))
     answer: list[int] = []
     errors = {}

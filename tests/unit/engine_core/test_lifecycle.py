@@ -1,6 +1,7 @@
 """The engine's state machine: walked through its table, with a real engine on its thread."""
 
 import asyncio
+import dataclasses
 import threading
 from collections.abc import AsyncIterator
 
@@ -10,12 +11,13 @@ from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
+from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, SingleRank
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults, StepOutputs
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engine.engine_thread import EngineStopped, EngineThread, Outputs
 from megatron_runtime.engine.lifecycle import Lifecycle
 from megatron_runtime.engine.metrics import EngineMetrics
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.protocol.headers import SIGNALS, Header
 from megatron_runtime.protocol.lifecycle import ENGINE_LEGAL_FROM, TRANSITIONS, CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlCommit
@@ -36,16 +38,24 @@ class Rig:
     def __init__(self) -> None:
         self.executor = EchoExecutor()
         self.executor.load()
-        self.engine = DynamicInferenceEngine(self.executor, InferenceConfig())
+        self.engine = EngineCore(self.executor, InferenceConfig())
         self.tokens: list[int] = []
         self.failures: list[BaseException] = []
-        self.thread = EngineThread(self.engine, on_step=self._on_step, on_failure=self.failures.append)
-        self.thread.start()
-        self.lifecycle = Lifecycle(self.thread)
+        self.backend = NativeBackend(self.engine)
+        self.lifecycle = Lifecycle(self.backend)
 
-    def _on_step(self, outputs: Outputs) -> None:
-        for output in outputs:
+    def on_outputs(self, outputs: StepOutputs) -> None:
+        for output in outputs.outputs:
             self.tokens += output.new_tokens
+
+    def on_cache_events(self, events: CacheEvents) -> None:
+        pass
+
+    def on_failure(self, failure: BackendFailure) -> None:
+        self.failures.append(failure.cause)
+
+    def on_leave(self) -> None:
+        raise AssertionError("no rank was asked to end")
 
     async def signal(self, kind: Header, operation_id: str | None = None) -> bool:
         ack = await self.lifecycle.handle(Control(kind=kind, operation_id=operation_id))
@@ -61,14 +71,20 @@ class Rig:
     async def submit(self, length: int) -> None:
         params = SamplingParams(temperature=0.0, num_tokens_to_generate=length)
         request = EngineRequest(1, np.array([1, 2, 3], np.int32), np.zeros(0, np.int32), params)
-        await self.thread.call(lambda engine: engine.add_request(request))
+        await self.backend.call(lambda engine: engine.add_request(request))
+
+
+async def start_rig() -> Rig:
+    rig = Rig()
+    await rig.backend.start(rig)
+    return rig
 
 
 @pytest.fixture
 async def rig() -> AsyncIterator[Rig]:
-    rig = Rig()
+    rig = await start_rig()
     yield rig
-    await rig.thread.stop()
+    await rig.backend.stop()
     assert not rig.failures
     rig.engine.check_integrity()
 
@@ -104,7 +120,7 @@ async def test_nothing_is_generated_between_acknowledged_pause_and_unpause(rig: 
     await rig.reach(EngineState.RUNNING)
     assert await rig.signal(Header.PAUSE)
     frozen = len(rig.tokens)
-    await rig.thread.call(lambda engine: None)
+    await rig.backend.call(lambda engine: None)
     assert len(rig.tokens) == frozen < 4000
     assert rig.engine.has_work
 
@@ -115,10 +131,10 @@ async def test_suspend_and_resume_keep_the_answer_exact(rig: Rig) -> None:
     for kind in (Header.PAUSE, Header.SUSPEND):
         assert await rig.signal(kind)
     with pytest.raises(RuntimeError, match="load"):
-        await rig.thread.call(lambda engine: engine.step())
+        await rig.backend.call(lambda engine: engine.step())
     for kind in (Header.RESUME, Header.UNPAUSE):
         assert await rig.signal(kind)
-    while await rig.thread.call(lambda engine: engine.has_work):
+    while await rig.backend.call(lambda engine: engine.has_work):
         pass
     assert rig.tokens == echo_answer([1, 2, 3], 400)
 
@@ -132,6 +148,59 @@ async def test_work_that_fails_is_answered_and_the_state_stays(rig: Rig) -> None
     assert not ack.ok
     assert "device lost" in (ack.error or "")
     assert rig.lifecycle.state is EngineState.PAUSED
+
+
+class FailingRanks(SingleRank):
+    """Implements Ranks: some ranks never do their part."""
+
+    count = 4
+
+    async def confirm(self, signal: Header) -> RankResults:
+        return RankResults(4, {3: "it hangs", 1: f"did not confirm {signal.name}"})
+
+
+@pytest.mark.parametrize("kind", [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS])
+async def test_work_that_another_rank_does_not_confirm_is_undone(rig: Rig, kind: Header) -> None:
+    before = {Header.PAUSE: EngineState.RUNNING, Header.RESUME: EngineState.SUSPENDED}.get(kind, EngineState.PAUSED)
+    object.__setattr__(rig.engine.config, "kv_cache_management_mode", KVCacheManagementMode.RECOMPUTE)
+    await rig.submit(400)
+    await rig.reach(before)
+    has_weights = rig.executor.has_weights
+    alone, rig.backend.ranks = rig.backend.ranks, FailingRanks()
+    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=3))
+    assert ack.error == f"{kind.name} failed: rank 1: did not confirm {kind.name}; rank 3: it hangs"
+    assert rig.lifecycle.state is before
+    assert rig.executor.has_weights is has_weights is (kind is not Header.RESUME)
+    assert (rig.executor._cache is not None) is has_weights
+    assert rig.executor._staged is None
+    rig.backend.ranks = alone
+    path = {EngineState.RUNNING: (), EngineState.PAUSED: (Header.UNPAUSE,)}
+    for signal in path.get(before, (Header.RESUME, Header.UNPAUSE)):
+        assert await rig.signal(signal)
+    while await rig.backend.call(lambda engine: engine.has_work):
+        pass
+    assert rig.tokens == echo_answer([1, 2, 3], 400)
+
+
+@pytest.mark.parametrize(
+    ("kind", "state", "needs"),
+    [
+        (Header.SUSPEND, EngineState.PAUSED, Capability.SUSPEND),
+        (Header.UPDATE_WEIGHTS, EngineState.RUNNING, Capability.UPDATE_WEIGHTS),
+        (Header.START_CUDA_PROFILER, EngineState.PAUSED, Capability.PROFILER),
+    ],
+)
+async def test_a_signal_that_the_backend_lacks_is_rejected_with_the_remedy(
+    rig: Rig, kind: Header, state: EngineState, needs: Capability
+) -> None:
+    rig.backend.info = dataclasses.replace(rig.backend.info, capabilities=frozenset(Capability) - {needs})
+    await rig.reach(state)
+    ack = await rig.lifecycle.handle(Control(kind=kind, operation_id="op", source="other", epoch=1))
+    assert not ack.ok
+    for word in (kind.name, needs.value, "'native'", "--executor"):
+        assert word in (ack.error or "")
+    assert rig.lifecycle.state is state
+    assert kind not in rig.lifecycle.acted
 
 
 @pytest.mark.parametrize("state", [EngineState.RUNNING, EngineState.PAUSED, EngineState.SUSPENDED])
@@ -154,22 +223,22 @@ async def test_a_lost_commit_leaves_the_state_that_the_work_reached(rig: Rig) ->
 
 
 async def test_a_failing_step_ends_the_thread_and_is_reported() -> None:
-    rig = Rig()
+    rig = await start_rig()
 
     def fail(plan: object) -> None:
         raise ZeroDivisionError("broken kernel")
 
     rig.executor.execute = fail  # type: ignore[method-assign,assignment]
     await rig.submit(4)
-    await rig.thread.unpause()
-    await rig.thread.stop()
+    await rig.backend.unpause()
+    await rig.backend.stop()
     assert [str(failure) for failure in rig.failures] == ["broken kernel"]
     with pytest.raises(EngineStopped):
-        await rig.thread.call(lambda engine: None)
+        await rig.backend.call(lambda engine: None)
 
 
 async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
-    rig = Rig()
+    rig = await start_rig()
     failing, queued = threading.Event(), threading.Event()
 
     def fail(plan: object) -> None:
@@ -179,13 +248,13 @@ async def test_a_command_that_waits_when_the_engine_fails_is_refused() -> None:
 
     rig.executor.execute = fail  # type: ignore[method-assign,assignment]
     await rig.submit(4)
-    await rig.thread.unpause()
+    await rig.backend.unpause()
     await asyncio.to_thread(failing.wait, 10)
-    waiting = rig.thread.call(lambda engine: None)
+    waiting = rig.backend.call(lambda engine: None)
     queued.set()
     with pytest.raises(EngineStopped):
         await waiting
-    await rig.thread.stop()
+    await rig.backend.stop()
 
 
 def update(operation_id: str = "update", *, source: str = "other", epoch: int = 3) -> Control:
@@ -213,8 +282,8 @@ async def test_staged_weights_are_used_from_the_commit_on(rig: Rig) -> None:
     assert (rig.lifecycle.epoch, rig.lifecycle.source) == (0, None)
     await rig.lifecycle.commit(committed(update()))
     assert (rig.lifecycle.epoch, rig.lifecycle.source) == (3, "other")
-    assert await rig.thread.call(lambda engine: engine.epoch) == 3
-    while await rig.thread.call(lambda engine: engine.has_work):
+    assert await rig.backend.call(lambda engine: engine.epoch) == 3
+    while await rig.backend.call(lambda engine: engine.has_work):
         pass
     old = echo_answer([1, 2, 3], len(rig.tokens))
     before = next(index for index, token in enumerate(rig.tokens) if token != old[index])
@@ -272,10 +341,10 @@ async def test_an_engine_that_joins_takes_the_weights_and_epoch_it_is_told(rig: 
         rig.executor.release_weights()
     await rig.lifecycle.adopt("other", 9)
     assert (rig.lifecycle.epoch, rig.lifecycle.source) == (9, "other")
-    await rig.thread.call(lambda engine: engine.executor.load())
+    await rig.backend.call(lambda engine: engine.executor.load())
     await rig.submit(20)
-    await rig.thread.unpause()
-    while await rig.thread.call(lambda engine: engine.has_work):
+    await rig.backend.unpause()
+    while await rig.backend.call(lambda engine: engine.has_work):
         pass
     assert rig.tokens == echo_answer([1, 2, 3], 20, weights=echo_weights("other"))
 
@@ -299,7 +368,7 @@ async def test_an_engine_on_no_gpu_refuses_to_be_profiled_and_goes_on(rig: Rig) 
     assert not ack.ok
     assert "echo executor has no CUDA profiler" in (ack.error or "")
     assert rig.lifecycle.state is EngineState.RUNNING
-    while await rig.thread.call(lambda engine: engine.has_work):
+    while await rig.backend.call(lambda engine: engine.has_work):
         pass
     assert rig.tokens == echo_answer([1, 2, 3], 400)
 
@@ -325,7 +394,7 @@ async def test_a_tag_that_is_none_is_refused_by_name(rig: Rig) -> None:
 
 async def test_metrics_tell_steps_sleep_and_what_signals_took(rig: Rig) -> None:
     registry = CollectorRegistry()
-    registry.register(EngineMetrics(rig.thread, rig.lifecycle, rig.engine.stats))
+    registry.register(EngineMetrics(rig.lifecycle, rig.backend.stats))
     value = registry.get_sample_value
     assert value("megatron_seconds_since_last_step") is None  # no step yet
     await rig.submit(9)

@@ -6,8 +6,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
-from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
-from megatron_runtime.backends.native.kv.prefix_cache import PrefixCache
+from megatron_runtime.backends.native.kv.prefix_cache import BlockAllocator, PrefixCache
 from megatron_runtime.config import PrefixCachingEvictionPolicy
 
 LRU = PrefixCachingEvictionPolicy.LRU

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError, KVCacheManagementMode
 from megatron_runtime.engine.engine_request import EngineRequest, RequestOutput
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -15,7 +16,7 @@ PROMPT = list(range(1, 30))
 """Three complete blocks and five tokens."""
 
 
-def make_engine(*, pages: int = 200, **config: object) -> DynamicInferenceEngine:
+def make_engine(*, pages: int = 200, **config: object) -> EngineCore:
     executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
     executor.load()
     defaults = {
@@ -26,21 +27,21 @@ def make_engine(*, pages: int = 200, **config: object) -> DynamicInferenceEngine
         "prefix_caching_eviction_policy": "lru",
         "block_size_tokens": BLOCK,
     }
-    return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
+    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
 
 
-def add(engine: DynamicInferenceEngine, number: int, prompt: list[int], length: int = 4, **params: object) -> None:
+def add(engine: EngineCore, number: int, prompt: list[int], length: int = 4, **params: object) -> None:
     sampling = SamplingParams(temperature=0, num_tokens_to_generate=length, **params)
     engine.add_request(EngineRequest(number, np.array(prompt, np.int32), np.array([], np.int32), sampling))
 
 
-def step(engine: DynamicInferenceEngine) -> list[int]:
+def step(engine: EngineCore) -> list[int]:
     outputs = engine.step()
     engine.check_integrity()
     return [output.request_id for output in outputs]
 
 
-def run(engine: DynamicInferenceEngine) -> dict[int, RequestOutput]:
+def run(engine: EngineCore) -> dict[int, RequestOutput]:
     """The last output of each request, with all its tokens."""
     tokens: dict[int, list[int]] = {}
     last: dict[int, RequestOutput] = {}
@@ -56,7 +57,7 @@ def run(engine: DynamicInferenceEngine) -> dict[int, RequestOutput]:
     return last
 
 
-def computed(engine: DynamicInferenceEngine) -> int:
+def computed(engine: EngineCore) -> int:
     return engine.stats().prompt_tokens
 
 
@@ -310,7 +311,7 @@ def test_a_reset_forgets_requests_and_the_cache_unless_that_is_kept(preserve: bo
 
 
 async def test_an_engine_that_serves_a_coordinator_is_not_reset() -> None:
-    engine = make_engine()
+    engine = DynamicInferenceEngine(EchoExecutor(), InferenceConfig())
     await engine.start_listening_to_data_parallel_coordinator()
     try:
         with pytest.raises(RuntimeError, match="serves a coordinator"):

@@ -10,9 +10,9 @@ import pytest
 from soak import SOAK
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.sampling_params import SamplingParams
 
 REQUESTS = 20_000 if SOAK else 2_000
@@ -26,7 +26,7 @@ class Clock:
         return self.now
 
 
-def make_engine(clock: Clock) -> DynamicInferenceEngine:
+def make_engine(clock: Clock) -> EngineCore:
     executor = EchoExecutor(vocab_size=VOCABULARY, page_size=4, num_pages=80, max_sequence_length=128)
     executor.load()
     config = InferenceConfig(
@@ -38,7 +38,7 @@ def make_engine(clock: Clock) -> DynamicInferenceEngine:
         prefix_caching_eviction_policy="lru",
         block_size_tokens=8,
     )
-    return DynamicInferenceEngine(executor, config, clock=clock)
+    return EngineCore(executor, config, clock=clock)
 
 
 def bad_or_good(source: random.Random, number: int) -> tuple[EngineRequest, bool]:
@@ -68,7 +68,7 @@ def bad_or_good(source: random.Random, number: int) -> tuple[EngineRequest, bool
     return request, flaw is not None
 
 
-def refusal(engine: DynamicInferenceEngine, request: EngineRequest) -> str | None:
+def refusal(engine: EngineCore, request: EngineRequest) -> str | None:
     """Why the engine does not take a request; None if it does."""
     try:
         engine.add_request(request)

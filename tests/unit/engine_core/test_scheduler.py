@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, InvalidConfigError
 from megatron_runtime.contexts.dynamic_context import (
     BlockOverflowError,
@@ -13,17 +14,16 @@ from megatron_runtime.contexts.dynamic_context import (
     RequestOverflowError,
 )
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.protocol.headers import ErrorCode
 from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
 
 DEFAULTS = {"max_requests": 8, "max_tokens": 64, "enable_chunked_prefill": True}
 
 
-def make_engine(*, pages: int = 200, **config: int) -> DynamicInferenceEngine:
+def make_engine(*, pages: int = 200, **config: int) -> EngineCore:
     executor = EchoExecutor(page_size=4, num_pages=pages, max_sequence_length=256)
     executor.load()
-    return DynamicInferenceEngine(executor, InferenceConfig(**{**DEFAULTS, **config}))
+    return EngineCore(executor, InferenceConfig(**{**DEFAULTS, **config}))
 
 
 def request(
@@ -37,7 +37,7 @@ def request(
     )
 
 
-def run(engine: DynamicInferenceEngine, steps: int = 10_000) -> dict[int, list[int]]:
+def run(engine: EngineCore, steps: int = 10_000) -> dict[int, list[int]]:
     answers: dict[int, list[int]] = {}
     for _ in range(steps):
         if not engine.has_work:
@@ -166,7 +166,7 @@ class Clock:
         return self.now
 
 
-def order(engine: DynamicInferenceEngine) -> list[int]:
+def order(engine: EngineCore) -> list[int]:
     """Requests in the order in which they end."""
     return [output.request_id for _ in range(2000) for output in engine.step() if output.finish_reason is not None]
 
@@ -199,7 +199,7 @@ def test_a_request_past_its_deadline_ends_and_frees_its_memory(running: bool) ->
     clock = Clock()
     executor = EchoExecutor(page_size=4)
     executor.load()
-    engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=1), clock=clock)
+    engine = EngineCore(executor, InferenceConfig(max_requests=1), clock=clock)
     if not running:
         engine.add_request(request(9, [1], 50))
     late = request(0, [1, 2, 3], 50)
@@ -218,7 +218,7 @@ def test_what_ended_in_time_is_not_ended_again() -> None:
     clock = Clock()
     executor = EchoExecutor(page_size=4)
     executor.load()
-    engine = DynamicInferenceEngine(executor, InferenceConfig(), clock=clock)
+    engine = EngineCore(executor, InferenceConfig(), clock=clock)
     for number in range(300):
         one = request(number, [1], 1)
         engine.add_request(EngineRequest(number, one.prompt_tokens, one.generated_tokens, one.sampling_params, 0, 5.0))
@@ -233,7 +233,7 @@ def test_a_deadline_is_kept_whatever_many_others_ended_in_time() -> None:
     clock = Clock()
     executor = EchoExecutor(page_size=4, num_pages=20)
     executor.load()
-    engine = DynamicInferenceEngine(executor, InferenceConfig(), clock=clock)
+    engine = EngineCore(executor, InferenceConfig(), clock=clock)
 
     def add(number: int, seconds: float) -> None:
         one = request(number, [1, 2], 50)
@@ -342,7 +342,7 @@ def test_a_request_tells_how_it_went() -> None:
     executor = EchoExecutor(page_size=4, num_pages=12)
     executor.load()
     config = InferenceConfig(max_requests=1, track_generated_token_events=True)
-    engine = DynamicInferenceEngine(executor, config, clock=clock)
+    engine = EngineCore(executor, config, clock=clock)
     engine.add_request(request(0, [1], 2))
     engine.add_request(request(1, [2], 2))
     outputs = []

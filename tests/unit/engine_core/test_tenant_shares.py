@@ -8,45 +8,43 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.sampling_params import SamplingParams
 
 PAGE = 4
 
 
-def make_engine(*, pages: int = 200, **config: object) -> DynamicInferenceEngine:
+def make_engine(*, pages: int = 200, **config: object) -> EngineCore:
     executor = EchoExecutor(page_size=PAGE, num_pages=pages, max_sequence_length=256)
     executor.load()
     defaults = {"max_requests": 4, "max_tokens": 256, "enable_chunked_prefill": True}
-    return DynamicInferenceEngine(executor, InferenceConfig(**{**defaults, **config}))
+    return EngineCore(executor, InferenceConfig(**{**defaults, **config}))
 
 
 def prompt(number: int, length: int = 8) -> list[int]:
     return [number + 1] * length
 
 
-def add(
-    engine: DynamicInferenceEngine, number: int, tenant: str, *, length: int = 8, answer: int = 20, priority: int = 0
-) -> None:
+def add(engine: EngineCore, number: int, tenant: str, *, length: int = 8, answer: int = 20, priority: int = 0) -> None:
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=answer, priority=priority)
     tokens, nothing = np.array(prompt(number, length), np.int32), np.empty(0, np.int32)
     engine.add_request(EngineRequest(number, tokens, nothing, params, tenant=tenant))
 
 
-def running(engine: DynamicInferenceEngine) -> list[int]:
+def running(engine: EngineCore) -> list[int]:
     return [request.request_id for request in engine._scheduler.running]
 
 
-def step(engine: DynamicInferenceEngine, answers: dict[int, list[int]]) -> None:
+def step(engine: EngineCore, answers: dict[int, list[int]]) -> None:
     for output in engine.step():
         assert output.error is None
         answers.setdefault(output.request_id, []).extend(output.new_tokens)
     engine.check_integrity()
 
 
-def run(engine: DynamicInferenceEngine, answers: dict[int, list[int]]) -> dict[int, list[int]]:
+def run(engine: EngineCore, answers: dict[int, list[int]]) -> dict[int, list[int]]:
     while engine.has_work:
         step(engine, answers)
     return answers

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
+from megatron_runtime.backends.native.backend import NativeBackend
+from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, RoutingPolicy
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.engine.build import LoadedEngine, build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.termination import write_termination_message
 from megatron_runtime.engine.worker import EngineWorker
-from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
@@ -31,8 +32,7 @@ async def test_an_engine_whose_weights_cannot_be_loaded_ends_with_the_cause() ->
     coordinator = Coordinator(CoordinatorSettings(listen="127.0.0.1", client_port=0, single_port=True))
     coordinator.start()
     settings = EngineSettings(coordinator=coordinator.transport.addresses[Role.ENGINE], name="broken")
-    loaded = LoadedEngine(DynamicInferenceEngine(BrokenExecutor(), InferenceConfig()))
-    worker = EngineWorker(settings, loaded)
+    worker = EngineWorker(settings, NativeBackend(EngineCore(BrokenExecutor(), InferenceConfig())))
     try:
         await asyncio.wait_for(worker.run(), LONG_SECONDS)
     finally:
@@ -62,9 +62,9 @@ class Served:
             block_size_tokens=8,
             kv_cache_management_mode="recompute",
         )
-        self.engine = DynamicInferenceEngine(self.executor, config)
-        settings = EngineSettings(coordinator=self.address, name="engine-0", block_size_tokens=8)
-        self.worker = EngineWorker(settings, LoadedEngine(self.engine))
+        self.engine = EngineCore(self.executor, config)
+        self.backend = NativeBackend(self.engine)
+        self.worker = EngineWorker(EngineSettings(coordinator=self.address, name="engine-0"), self.backend)
         self.task = asyncio.ensure_future(self.worker.run())
         self.client = InferenceClient(self.address, deserialize=False)
 
@@ -109,7 +109,7 @@ async def test_a_request_that_reaches_an_engine_as_it_stops_is_answered_by_anoth
 ) -> None:
     """Its thread has ended and the coordinator does not know yet: the request is nobody's fault, and not failed."""
     caplog.set_level("INFO")
-    await served.worker._thread.stop()
+    await served.backend.stop()
     answer = asyncio.ensure_future(served.generate([5], 6))
 
     async def has_come() -> bool:
@@ -117,8 +117,8 @@ async def test_a_request_that_reaches_an_engine_as_it_stops_is_answered_by_anoth
 
     await eventually(has_come, what="the request at the engine", look_seconds=0.01)
     other = EngineWorker(
-        EngineSettings(coordinator=served.address, name="engine-1", block_size_tokens=8),
-        LoadedEngine(DynamicInferenceEngine(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),
+        EngineSettings(coordinator=served.address, name="engine-1"),
+        NativeBackend(EngineCore(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),
     )
     task = asyncio.ensure_future(other.run())
     await asyncio.wait_for(other.joined.wait(), LONG_SECONDS)
@@ -181,7 +181,7 @@ def test_the_cause_of_an_end_is_left_for_the_container(tmp_path: Path) -> None:
 
 def test_an_echo_engine_takes_little_memory_whatever_the_size_of_its_cache() -> None:
     settings = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 40)
-    engine = build_engine(settings).engine
+    engine = EchoBackend(settings).core
     engine.executor.load()
     assert isinstance(engine.executor, EchoExecutor)
     assert 0 < engine.executor._cache.nbytes + engine.context.allocator.references.nbytes < 32 << 20

@@ -1,7 +1,9 @@
-"""The whole engine on the forward pass for a GPU, on a processor with torch's references: scheduling, prefix cache,
+"""The whole engine on the forward pass for a GPU, on the CPU with torch's references: scheduling, prefix cache,
 sampling on the "device", suspend and resume. And the benchmark's cases, in small."""
 
 from __future__ import annotations
+
+from functools import partial
 
 import pytest
 import torch
@@ -9,19 +11,20 @@ from small_engine import CPU, GEMMA, MIXTURE, SMALL, answers, engine_on
 
 from bench.gpu_engine import RUNS, Options, bounds, measure, our_engine, rows_of
 from bench.gpu_kernels import Ceilings
-from megatron_runtime.backends.native.cuda.device import CudaDevice
-from megatron_runtime.backends.native.device import Processor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor
 from megatron_runtime.backends.native.executor import NoCudaProfilerError
 from megatron_runtime.config import KVCacheManagementMode
 
+ON_KERNELS = partial(CudaExecutor, max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
+
 
 @pytest.mark.parametrize("mode", list(KVCacheManagementMode))
-def test_answers_are_those_of_the_processor(mode):
-    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
-    expected = answers(engine_on(Processor(), mode))
+def test_answers_are_those_of_the_cpu(mode):
+    expected = answers(engine_on(CpuExecutor, mode))
     assert all(len(tokens) == 12 for tokens in expected.values())
-    assert answers(engine_on(device, mode)) == expected
-    assert answers(engine_on(device, mode), suspend_after=6) == expected
+    assert answers(engine_on(ON_KERNELS, mode)) == expected
+    assert answers(engine_on(ON_KERNELS, mode), suspend_after=6) == expected
 
 
 def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
@@ -29,24 +32,24 @@ def test_a_range_is_marked_for_the_profiler_around_the_process(monkeypatch):
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: done.append(f"wait for {device}"))
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: done.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: done.append("stop"))
-    device = CudaDevice(max_rows=1, max_tokens=1, graph_rows=0, device=torch.device("cuda", 1))
-    device.profile(True)
-    device.profile(False)
+    executor = engine_on(ON_KERNELS, KVCacheManagementMode.PERSIST).executor
+    executor.device = torch.device("cuda", 1)
+    executor.profile(True)
+    executor.profile(False)
     assert done == ["wait for cuda:1", "start", "wait for cuda:1", "stop"]
 
 
-@pytest.mark.parametrize("device", [Processor(), CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)])
-def test_a_processor_says_that_it_has_no_cuda_profiler(device):
-    with pytest.raises(NoCudaProfilerError, match="a processor has no CUDA profiler"):
-        engine_on(device, KVCacheManagementMode.PERSIST).executor.profile(True)
+@pytest.mark.parametrize("make_executor", [CpuExecutor, ON_KERNELS])
+def test_the_cpu_reports_that_it_has_no_cuda_profiler(make_executor):
+    with pytest.raises(NoCudaProfilerError, match="the CPU has no CUDA profiler"):
+        engine_on(make_executor, KVCacheManagementMode.PERSIST).executor.profile(True)
 
 
 @pytest.mark.parametrize("model", [MIXTURE, GEMMA], ids=lambda model: model.family)
-def test_answers_of_other_families_are_those_of_the_processor(model):
-    device = CudaDevice(max_rows=4, max_tokens=48, graph_rows=0, device=CPU)
+def test_answers_of_other_families_are_those_of_the_cpu(model):
     mode = KVCacheManagementMode.OFFLOAD
-    expected = answers(engine_on(Processor(), mode, model))
-    assert answers(engine_on(device, mode, model), suspend_after=6) == expected
+    expected = answers(engine_on(CpuExecutor, mode, model))
+    assert answers(engine_on(ON_KERNELS, mode, model), suspend_after=6) == expected
 
 
 def test_the_benchmark_measures_the_engine():

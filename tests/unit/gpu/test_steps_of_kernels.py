@@ -1,5 +1,5 @@
-"""The forward pass for a GPU, run on the processor by torch's references and by Triton's interpreter, computes what the
-processor's own computes: same weights, same step plans, same logits, same tokens."""
+"""The forward pass for a GPU, run on the CPU by torch's references and by Triton's interpreter, computes what the
+CPU's own computes: same weights, same step plans, same logits, same tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,16 @@ import torch
 
 from bench.random_model import LLAMA_8B, RandomCheckpoint
 from megatron_kernels.registry import Backend, KernelConfig, select_kernels
-from megatron_runtime.backends.native.cuda.decode_graphs import graph_size, graph_sizes
-from megatron_runtime.backends.native.cuda.decoder import KernelDecoder
-from megatron_runtime.backends.native.cuda.inference_wrapper import DeviceInferenceWrapper
-from megatron_runtime.backends.native.cuda.linears import DeviceLinears
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
+from megatron_runtime.backends.native.cuda.executor import CudaExecutor, graph_size, graph_sizes
 from megatron_runtime.backends.native.cuda.step_buffers import StepBuffers
 from megatron_runtime.backends.native.executor import StepPlan
-from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTInferenceWrapper
+from megatron_runtime.checkpoints.source import ModelInMemory
 from megatron_runtime.models.config import ModelConfig, MoEConfig, SlidingWindow
-from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
+from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.weights import load_weights
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
-from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
 
 PAGE = 16
 CPU = torch.device("cpu")
@@ -114,19 +112,21 @@ STEPS = (
 # What becomes of places of experts that nobody wrote is not read.
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered")
 def test_every_kind_of_step(config, backend):
-    weights = random_weights(config)
-    kernels = select_kernels(KernelConfig(**dict.fromkeys(KernelConfig.__dataclass_fields__, backend)), CPU)
-    buffers = StepBuffers(max_tokens=64, max_rows=4, max_pages=3, device=CPU)
-    model = KernelDecoder(config, weights, kernels, device=CPU, max_length=48)
-    ours = TextGenerationController(DeviceInferenceWrapper(model, buffers, graph_rows=0), _no_tokenizer)
-    theirs = TextGenerationController(
-        GPTInferenceWrapper(DecoderModel(config, weights), page_size=PAGE, dtype=torch.float32), _no_tokenizer
-    )
-    shape = (config.num_layers, 8, PAGE, 2 * config.num_kv_heads * config.head_dim)
-    our_cache, their_cache = torch.zeros(shape), torch.zeros(shape)
+    source = ModelInMemory(RandomCheckpoint(config, torch.float32, CPU), name="random weights")
+    options = {
+        "dtype": "float32",
+        "kv_cache_memory": 8 * PAGE * config.kv_elements_per_token * 4,
+        "max_sequence_length": 48,
+        "page_size": PAGE,
+    }
+    kernels = KernelConfig(**dict.fromkeys(KernelConfig.__dataclass_fields__, backend))
+    ours = CudaExecutor(source, max_rows=4, max_tokens=64, graph_rows=0, kernels=kernels, device=CPU, **options)
+    theirs = CpuExecutor(source, **options)
+    ours.load()
+    theirs.load()
     for plan in STEPS:
-        actual, expected = ours.generate_step(plan, our_cache), theirs.generate_step(plan, their_cache)
-        torch.testing.assert_close(our_cache, their_cache, rtol=1e-4, atol=1e-4)
+        actual, expected = ours.execute(plan), theirs.execute(plan)
+        torch.testing.assert_close(ours.cache_LPXE, theirs.cache_LPXE, rtol=1e-4, atol=1e-4)
         assert actual.tokens.tolist() == expected.tokens.tolist()
         for name in ("log_probs", "prompt_log_probs"):
             our_lines, their_lines = getattr(actual, name), getattr(expected, name)
@@ -165,7 +165,3 @@ def test_graphs_cover_every_batch_with_little_padding(rows):
         assert 0 <= padded - batch <= max(8, batch / 8 + 1)
     assert graph_size(rows + 1, sizes) is None
     assert graph_size(1, graph_sizes(0)) is None
-
-
-def _no_tokenizer():
-    raise AssertionError("a step needs no text")

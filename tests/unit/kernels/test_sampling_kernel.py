@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from megatron_kernels import sampling, sampling_triton
 from megatron_kernels.tuning import Tile
-from megatron_runtime.sampling.philox import uniform
-from megatron_runtime.sampling.sampler import kept_ids
+from megatron_runtime.sampling.sampler import kept_ids, uniform
 
 few = settings(max_examples=8, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 

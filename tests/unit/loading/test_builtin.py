@@ -3,6 +3,7 @@
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -19,7 +20,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (folder / "model.gguf").write_bytes(b"weights")
     digest = "9a129038d9a00aed0cf6a7ea059ca50a813449061ab87848cf1a13eafdf33b2c"
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
-    monkeypatch.setattr(builtin, "_directory", lambda builtin, package: folder)
+    monkeypatch.setattr(builtin, "find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(folder)]))
     monkeypatch.setitem(BUILTINS, "smollm2-135m", replace(BUILTINS["smollm2-135m"], sha256=digest))  # type: ignore[misc]
     return folder
 

@@ -15,13 +15,15 @@ from random_checkpoint import LLAMA, random_tensors, write_model
 from safetensors.torch import load_file
 
 from megatron_runtime.checkpoints import convert as conversion
-from megatron_runtime.checkpoints.checkpoint import TensorKind, UnsupportedModelError, open_checkpoint
-from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
+from megatron_runtime.checkpoints.convert import DestinationError, convert, new_directory
+from megatron_runtime.checkpoints.safetensors import write_safetensors
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.staging import DestinationError, new_directory
 from megatron_runtime.cli import main
+from megatron_runtime.models.config import UnsupportedModelError
+from megatron_runtime.models.tensors import TensorKind
 from megatron_runtime.tokenization import load_tokenizer
+from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 BUILTIN = "builtin:smollm2-135m"
 
@@ -77,7 +79,7 @@ def test_progress_is_told_up_to_all(model: Path, tmp_path: Path) -> None:
 
 
 def test_a_failure_leaves_nothing(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError("no space left on device")
 
     monkeypatch.setattr(conversion, "write_text_files", full)
@@ -107,7 +109,7 @@ def test_a_model_with_a_tensor_too_many_is_refused_before_anything_is_made(tmp_p
 _KILLED = """
 import os, sys, time
 from pathlib import Path
-from megatron_runtime.checkpoints.staging import new_directory
+from megatron_runtime.checkpoints.convert import new_directory
 with new_directory(Path(sys.argv[1])) as partial:
     (partial / "half").write_text("half")
     print("writing", flush=True)
@@ -140,8 +142,8 @@ import resource, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from megatron_runtime.checkpoints import staging
-staging._sync = lambda directory: None
+from megatron_runtime.checkpoints import convert as conversion
+conversion._sync = lambda directory: None
 from megatron_runtime.checkpoints.convert import convert
 def there_and_back(model):
     convert(model, Path(f"{model}-megatron"), to="torch_dist")
@@ -166,7 +168,9 @@ def test_memory_is_that_of_a_few_tensors(model: Path, tmp_path: Path) -> None:
 
 def test_a_gguf_model_keeps_its_tokenizer_and_its_chat_template(tmp_path: Path) -> None:
     source = resolve(BUILTIN)
-    conversion.write_text_files(open_checkpoint(source).config, source, tmp_path)
+    conversion.write_text_files(
+        open_checkpoint(source).config, source, tmp_path, write_gguf_tokenizer=write_gguf_tokenizer
+    )
     ours, theirs = load_tokenizer(str(tmp_path)), load_tokenizer(BUILTIN)
     chat = [{"role": "user", "content": "Grüße 12 → <|im_end|>"}]
     assert ours.encode_chat(chat) == theirs.encode_chat(chat)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from random_checkpoint import LLAMA, random_tensors, write_model
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.checkpoints.verified import UnusableWeightsError
 from megatron_runtime.config import InferenceConfig
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
@@ -28,13 +28,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def executor_of(model: Path) -> TorchExecutor:
-    executor = TorchExecutor(resolve(str(model)), dtype="float32", kv_cache_memory=1 << 20, threads=1)
+def executor_of(model: Path) -> CpuExecutor:
+    executor = CpuExecutor(resolve(str(model)), dtype="float32", kv_cache_memory=1 << 20, threads=1)
     executor.load()
     return executor
 
 
-def answer(executor: TorchExecutor) -> list[int]:
+def answer(executor: CpuExecutor) -> list[int]:
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_requests=2, max_sequence_length=128))
     params = SamplingParams(temperature=0, num_tokens_to_generate=12, termination_id=IGNORE_EOS)
     engine.add_request(EngineRequest(1, np.arange(3, 9, dtype=np.int32), np.array([], np.int32), params))
@@ -74,6 +74,6 @@ def test_other_weights_than_those_given_back_are_refused(models: Path, tmp_path:
 
 def test_a_format_that_is_asked_for_must_be_that_of_the_files(models: Path) -> None:
     common = {"coordinator": "tcp://127.0.0.1:1", "name": "e", "kv_cache_memory": 1 << 20}
-    build_engine(EngineSettings(model=str(models / "one-megatron"), model_format="TorchDist", **common))
+    build_native(EngineSettings(model=str(models / "one-megatron"), model_format="TorchDist", **common))
     with pytest.raises(ValueError, match="is SafeTensors, format says TorchDist: use Auto or SafeTensors"):
-        build_engine(EngineSettings(model=str(models / "one"), model_format="TorchDist", **common))
+        build_native(EngineSettings(model=str(models / "one"), model_format="TorchDist", **common))

@@ -12,8 +12,9 @@ import httpx
 import pytest
 from small_hub import SmallHub
 
-from megatron_runtime.checkpoints.hub import api as hub_api
-from megatron_runtime.checkpoints.hub.api import (
+from megatron_runtime.checkpoints.hub import client as hub_api
+from megatron_runtime.checkpoints.hub.client import (
+    FileTransfer,
     HubApi,
     HubError,
     HubUnavailableError,
@@ -22,9 +23,7 @@ from megatron_runtime.checkpoints.hub.api import (
     RemoteFile,
     parse_listing,
 )
-from megatron_runtime.checkpoints.hub.cache import model_directory
-from megatron_runtime.checkpoints.hub.fetch import MANIFEST_FILE, fetch
-from megatron_runtime.checkpoints.hub.transfer import fetch_file
+from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, fetch, model_directory
 from megatron_runtime.checkpoints.model_files import ModelFileError
 
 MAIN = Reference("org/name")
@@ -216,9 +215,9 @@ def test_a_partial_file_is_not_written_through_a_link(hub: SmallHub, tmp_path: P
 
 
 def test_a_cache_that_leads_elsewhere_is_not_used(hub: SmallHub, home: Path, tmp_path: Path) -> None:
-    (home / "megatron").mkdir(parents=True)
+    (home / "hub").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
-    (home / "megatron" / "org--name").symlink_to(tmp_path / "outside")
+    (home / "hub" / "models--org--name").symlink_to(tmp_path / "outside")
     with pytest.raises(ModelFileError, match="outside of"):
         model_directory("hf:org/name")
     assert everything_below(tmp_path / "outside") == set()
@@ -338,16 +337,16 @@ def test_a_connection_that_trickles_is_broken_off(tmp_path: Path) -> None:
     api = _Trickling()
     now = itertools.count(step=1.0)
     with pytest.raises(HubUnavailableError, match="came at 60 bytes in 60 s"):
-        fetch_file(
-            api,
-            Listing("org/name", "c" * 40, (file,)),
-            file,
+        FileTransfer(
+            api=api,
+            listing=Listing("org/name", "c" * 40, (file,)),
+            file=file,
             target=tmp_path / "model.safetensors",
             partial=tmp_path / "partial",
             received=lambda count: None,
             wait=lambda seconds: None,
             clock=lambda: next(now),
-        )
+        ).run()
     assert api.opened == 6
 
 

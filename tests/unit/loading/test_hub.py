@@ -1,5 +1,6 @@
 """Downloads from a hub: whole, checked, resumed, and clear about what is wrong."""
 
+import shutil
 import subprocess
 import sys
 import threading
@@ -13,16 +14,17 @@ from small_hub import SmallHub
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
-from megatron_runtime.checkpoints.hub.api import HubApi, HubError, HubUnavailableError, Reference
-from megatron_runtime.checkpoints.hub.fetch import (
+from megatron_runtime.checkpoints.hub.client import HubApi, HubError, HubUnavailableError, Reference, WrongContentError
+from megatron_runtime.checkpoints.hub.download import (
     MANIFEST_FILE,
     Manifest,
     choose,
     fetch,
+    hub_cache,
     read_manifest,
     verify_directory,
 )
-from megatron_runtime.checkpoints.hub.transfer import WrongContentError
+from megatron_runtime.checkpoints.model_files import UnsafeNameError
 from megatron_runtime.checkpoints.source import SafetensorsSource, resolve
 from megatron_runtime.cli import main
 from megatron_runtime.server.settings import default_model_name
@@ -92,8 +94,8 @@ def test_a_server_without_ranges_is_read_past_what_is_there(hub: SmallHub, tmp_p
 _FETCHER = """
 import sys
 from pathlib import Path
-from megatron_runtime.checkpoints.hub.api import HubApi, Reference
-from megatron_runtime.checkpoints.hub.fetch import fetch
+from megatron_runtime.checkpoints.hub.client import HubApi, Reference
+from megatron_runtime.checkpoints.hub.download import fetch
 fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1]), wait=lambda seconds: sys.exit("cut"))
 """
 
@@ -341,6 +343,51 @@ def test_a_server_fetches_the_tokenizer_alone(model_hub: SmallHub) -> None:
     assert "model.safetensors" not in {name for name, _ in model_hub.requests}
     resolve("hf:org/name")
     assert "model.safetensors" in {name for name, _ in model_hub.requests}
+
+
+def test_other_programs_find_the_model_in_the_cache(model_hub: SmallHub) -> None:
+    from huggingface_hub import scan_cache_dir, snapshot_download
+
+    load_tokenizer("hf:org/name")
+    source = resolve("hf:org/name")
+    assert isinstance(source, SafetensorsSource)
+    assert Path(snapshot_download("org/name", cache_dir=hub_cache(), local_files_only=True)) == source.directory
+    cache = scan_cache_dir(hub_cache())
+    assert not cache.warnings
+    ((revision,),) = [repository.revisions for repository in cache.repos]
+    assert (revision.commit_hash, revision.refs) == (model_hub.commit, {"main"})
+    assert {file.file_name for file in revision.files} == set(model_hub.files)
+
+
+def test_contents_of_other_programs_are_verified_instead_of_transferred(model_hub: SmallHub) -> None:
+    repository = hub_cache() / "models--org--name"
+    (repository / "blobs").mkdir(parents=True)
+    files = HubApi(token=model_hub.token).list(MAIN).files
+    for file in files:
+        (repository / "blobs" / file.digest).write_bytes(model_hub.files[file.path])
+    resolve("hf:org/name")
+    assert not model_hub.requests
+    shutil.rmtree(repository / ".megatron")
+    weights = next(file for file in files if file.path == "model.safetensors")
+    (repository / "blobs" / weights.digest).write_bytes(bytes(weights.size))
+    source = resolve("hf:org/name")
+    assert [name for name, _ in model_hub.requests] == ["model.safetensors"]
+    assert (source.location / "model.safetensors").read_bytes() == model_hub.files["model.safetensors"]
+
+
+def test_links_that_other_programs_deleted_are_created_again(model_hub: SmallHub) -> None:
+    source = resolve("hf:org/name")
+    shutil.rmtree(source.location)
+    asked = len(model_hub.requests)
+    assert resolve("hf:org/name") == source
+    assert len(model_hub.requests) == asked
+    assert set(visible(source.location)) == set(model_hub.files)
+
+
+def test_a_branch_that_leads_out_of_the_cache_is_rejected(model_hub: SmallHub) -> None:
+    with pytest.raises(UnsafeNameError, match=r"'refs/\.\./\.\./evil' has an empty part or one that is"):
+        resolve("hf:org/name@../../evil")
+    assert model_hub.listed == 0
 
 
 def test_processes_that_ask_at_once_fetch_once(model_hub: SmallHub) -> None:

@@ -27,10 +27,14 @@ from megatron_runtime.checkpoints.model_files import (
     parse_json,
     require_safe_name,
 )
-from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
-from megatron_runtime.checkpoints.safetensors_writer import write_safetensors
+from megatron_runtime.checkpoints.safetensors import (
+    INDEX_FILE,
+    SafetensorsCheckpoint,
+    SafetensorsFormatError,
+    write_safetensors,
+)
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError
+from megatron_runtime.checkpoints.torch_dist.saved_files import DamagedFileError
 from megatron_runtime.tokenization.loader import TokenizerLoadError, load_tokenizer
 
 COMMIT = "c0ffee" * 6 + "cafe"
@@ -294,10 +298,10 @@ def test_unsafe_names(name: object) -> None:
 
 READERS = [
     path
-    for folder in ("loading", "tokenization")
+    for folder in ("checkpoints", "tokenization")
     for path in sorted((Path(megatron_runtime.__file__).parent / folder).rglob("*.py"))
     # What opens model files for the others, and what works on files of its own: the cache, packages, what is written.
-    if path.name not in ("model_files.py", "staging.py", "builtin.py") and path.parent.name != "hub"
+    if path.name not in ("model_files.py", "convert.py", "builtin.py") and path.parent.name != "hub"
 ]
 AROUND = {"glob", "rglob", "iterdir", "exists", "from_file", "copyfile", "copytree", "memmap", "fromfile", "safe_open"}
 ON_REFERENCES = {"source.py", "loader.py"}

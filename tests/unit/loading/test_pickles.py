@@ -16,13 +16,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from random_checkpoint import CONFIGS, random_tensors, write_model
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, open_checkpoint
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.inert_pickle import UnsafePickleError, ordered_dict, read_pickle
 from megatron_runtime.checkpoints.model_files import ModelFile
+from megatron_runtime.checkpoints.safe_unpickler import UnsafePickleError, ordered_dict, read_pickle
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError
 from megatron_runtime.checkpoints.torch_dist.configuration import read_arguments
+from megatron_runtime.checkpoints.torch_dist.saved_files import DamagedFileError
+from megatron_runtime.models.config import UnsupportedModelError
 
 
 class Trap:
@@ -234,6 +235,6 @@ def test_a_memo_index_of_four_billion_costs_nothing() -> None:
 
 
 def test_a_pickle_has_a_largest_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_runtime.checkpoints.inert_pickle.MAX_INDEX_BYTES", 100)
+    monkeypatch.setattr("megatron_runtime.checkpoints.safe_unpickler.MAX_INDEX_BYTES", 100)
     with pytest.raises(UnsafePickleError, match="it has more than 100 bytes"):
         read_pickle(io.BytesIO(bytes(101)), where="it", trusted={})

@@ -12,12 +12,13 @@ import pytest
 import torch
 from random_checkpoint import CONFIGS, random_tensors, write_model
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, open_checkpoint
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
 from megatron_runtime.checkpoints.source import ModelSourceError, resolve
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError
-from megatron_runtime.checkpoints.torch_dist.arguments import arguments_of, config_json_of
+from megatron_runtime.checkpoints.torch_dist.configuration import arguments_of, config_json_of
+from megatron_runtime.checkpoints.torch_dist.saved_files import DamagedFileError
 from megatron_runtime.distributed.shard import IndivisibleError, ParallelSizes
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.models.weights import load_weights
 

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_runtime.checkpoints.export import export_hf
+from megatron_runtime.checkpoints.convert import convert
 
 
 @pytest.fixture(scope="package", autouse=True)
@@ -20,5 +20,5 @@ def _one_thread() -> Iterator[None]:
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The built-in model as a directory that transformers reads."""
     directory = tmp_path_factory.mktemp("exported")
-    export_hf("builtin:smollm2-135m", directory)
+    convert("builtin:smollm2-135m", directory)
     return directory

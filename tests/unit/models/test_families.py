@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
@@ -93,13 +93,13 @@ def make(case: str) -> nn.Module:
     return model
 
 
-def executor_of(source: Any) -> TorchExecutor:
-    executor = TorchExecutor(source, dtype="float32", kv_cache_memory=8 << 20, threads=1)
+def executor_of(source: Any) -> CpuExecutor:
+    executor = CpuExecutor(source, dtype="float32", kv_cache_memory=8 << 20, threads=1)
     executor.load()
     return executor
 
 
-def answer(executor: TorchExecutor, prompts: Sequence[list[int]], *, max_tokens: int = 512) -> list[Answer]:
+def answer(executor: CpuExecutor, prompts: Sequence[list[int]], *, max_tokens: int = 512) -> list[Answer]:
     config = InferenceConfig(
         max_sequence_length=256, max_tokens=max_tokens, max_requests=8, enable_chunked_prefill=True
     )

@@ -6,13 +6,14 @@ import soak
 import torch
 from torch import nn
 
-from megatron_runtime.backends.native.torch_executor import TorchExecutor
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, open_checkpoint, tensors
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint, tensors
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig
 from megatron_runtime.engine.engine_request import EngineRequest
 from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
 from megatron_runtime.models.families import config_to_hf
+from megatron_runtime.models.tensors import Checkpoint
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 
@@ -46,7 +47,7 @@ def reference_of(checkpoint: Checkpoint) -> nn.Module:
 @torch.inference_mode()
 def test_greedy_answers_are_those_of_transformers() -> None:
     source = resolve(MODEL)
-    executor = TorchExecutor(source, dtype="float32", kv_cache_memory=64 << 20, threads=1)
+    executor = CpuExecutor(source, dtype="float32", kv_cache_memory=64 << 20, threads=1)
     executor.load()
     engine = DynamicInferenceEngine(executor, InferenceConfig(max_sequence_length=256))
     prompts = list(PROMPTS.values())[: soak.size(2, soak=len(PROMPTS))]

@@ -7,10 +7,9 @@ import pytest
 import torch
 from random_checkpoint import LLAMA, random_model
 
-from megatron_runtime.backends.native.device import Processor
 from megatron_runtime.backends.native.weight_store import WeightStore
+from megatron_runtime.checkpoints.checkpoint import with_progress
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.checkpoints.progress import with_progress
 
 
 class Terminal(io.StringIO):
@@ -22,7 +21,7 @@ def test_a_terminal_sees_a_bar_to_its_end(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(sys, "stderr", Terminal())
     monkeypatch.setenv("TERM", "xterm")
     source = model_in_memory(random_model(LLAMA))
-    WeightStore(source, torch.float32, Processor()).load()
+    WeightStore(source, torch.float32).load()
     shown = sys.stderr.getvalue()
     assert "loading the weights" in shown
     assert "100%" in shown
@@ -33,5 +32,5 @@ def test_elsewhere_nothing_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = model_in_memory(random_model(LLAMA)).checkpoint
     with with_progress(checkpoint, what="loading") as shown:
         assert shown is checkpoint
-    WeightStore(model_in_memory(random_model(LLAMA)), torch.float32, Processor()).load()
+    WeightStore(model_in_memory(random_model(LLAMA)), torch.float32).load()
     assert sys.stderr.getvalue() == ""

@@ -9,11 +9,12 @@ import pytest
 import torch
 
 from megatron_runtime.checkpoints import builtin
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, open_checkpoint, tensors
+from megatron_runtime.checkpoints.checkpoint import open_checkpoint, tensors
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint, SafetensorsFormatError
 from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
 HIDDEN, FEED, HEADS, KV_HEADS, VOCAB = 64, 96, 4, 2, 32

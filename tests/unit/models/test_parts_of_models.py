@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Checkpoint, Part
 from megatron_runtime.checkpoints.in_memory import model_in_memory
-from megatron_runtime.distributed.collectives import Collectives
+from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderModel
 from megatron_runtime.models.layers.paged_attention import AttentionBatch, PrefillChunk
+from megatron_runtime.models.tensors import Checkpoint, Part
 from megatron_runtime.models.weights import load_weights
 
 TOKENS = 12

@@ -10,10 +10,10 @@ import torch
 
 from megatron_kernels import quantized
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
-from megatron_runtime.checkpoints.checkpoint import Part
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.verified import UnusableWeightsError, VerifiedCheckpoint
-from megatron_runtime.models.layers.embedding import Embedding
+from megatron_runtime.models.layers.linear import Embedding
+from megatron_runtime.models.tensors import Part
 
 ROWS, COLUMNS = 6, 768
 KINDS = [kind for kind in KIND_NAMES if kind not in PLAIN_DTYPES]

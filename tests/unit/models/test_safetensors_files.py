@@ -9,8 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError, tensors
+from megatron_runtime.checkpoints.checkpoint import tensors
 from megatron_runtime.checkpoints.safetensors import INDEX_FILE, SafetensorsCheckpoint, SafetensorsFormatError
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
 Tensors = dict[str, torch.Tensor]

@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from small_cluster import START
 
+from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, refuse_spec
+from megatron_operator.plan.status import condition
 from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, EmitEvent, FailedRequestReport, Signal
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
@@ -202,6 +204,22 @@ def test_a_drain_past_its_deadline_does_not_hold_up_a_stop(make_cluster: Any) ->
     cluster.coordinator.fail("3 requests in flight at the deadline", code=504)
     cluster.settle()
     assert cluster.signals() == ["DRAIN", "PAUSE", "STOP"]
+    assert cluster.state == "Stopped"
+
+
+def test_a_running_resource_without_engines_is_stopped(make_cluster: Any) -> None:
+    """There is no engine to drain and none to wait for."""
+    cluster = make_cluster(replicas=2)
+    cluster.broken_engines |= {"demo-engine-0", "demo-engine-1"}
+    for _ in range(6):
+        cluster.step()
+        cluster.tick()
+    assert cluster.coordinator.engines == {}
+    assert len(cluster.engine_pods()) == 2
+    cluster.patch(desiredState="Stopped")
+    cluster.settle()
+    assert cluster.signals() == ["PAUSE", "STOP"]
+    assert cluster.engine_pods() == []
     assert cluster.state == "Stopped"
 
 
@@ -625,15 +643,33 @@ def test_an_engine_whose_template_became_invalid_can_still_be_stopped(make_clust
     assert cluster.state == "Stopped"
 
 
-def test_somebody_elses_object_is_never_touched(make_cluster: Any) -> None:
+@pytest.mark.parametrize(
+    ("version", "kind", "name"),
+    [
+        ("v1", "Service", "demo"),
+        ("v1", "Secret", "demo-keys"),
+        ("apps/v1", "Deployment", "demo-coordinator"),
+        ("apps/v1", "Deployment", "demo-server"),
+        ("v1", "Service", "demo-engines"),
+        ("apps/v1", "StatefulSet", "demo-engine-0"),
+    ],
+)
+def test_an_object_of_another_owner_is_never_touched(make_cluster: Any, version: str, kind: str, name: str) -> None:
     cluster = make_cluster()
-    ref = ChildRef("Service", "demo")
-    foreign = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "demo", "uid": "theirs"}}
+    ref = ChildRef(kind, name, version)
+    foreign: dict[str, Any] = {"apiVersion": version, "kind": kind, "metadata": {"name": name, "uid": "theirs"}}
     cluster.objects[ref] = foreign
-    decision = cluster.step()
-    assert cluster.objects[ref] is foreign
-    assert decision.reason == "ChildNotOwned"
-    assert "Service demo" in decision.message
+    untouched = copy.deepcopy(foreign)
+    for _ in range(3):
+        decision = cluster.step()
+        assert decision.reason == "ChildNotOwned"
+        assert f"{kind} {name}" in decision.message
+        assert [action for action in decision.actions if not isinstance(action, EmitEvent)] == []
+        assert cluster.condition("Degraded")["reason"] == "ChildNotOwned"
+    assert cluster.objects == {ref: untouched}
+    del cluster.objects[ref]
+    cluster.settle()
+    assert cluster.state == "Running"
 
 
 def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:
@@ -658,6 +694,29 @@ def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:
     cluster.patch(engine={"batching": {"maxRequests": 3}})
     cluster.settle()
     assert cluster.state == "Running"
+
+
+def _crash(cluster: Any, restarts: int) -> Any:
+    """One pass that finds the containers of every broken engine with so many restarts."""
+    for pod in cluster.pods.values():
+        if "containerStatuses" in pod["status"]:
+            pod["status"]["containerStatuses"][0]["restartCount"] = restarts
+    cluster.tick()
+    return cluster.step()
+
+
+def test_restarts_from_before_the_budget_is_counted_are_not_charged(make_cluster: Any) -> None:
+    """A change of the spec begins a new budget. The pods and their restart counts stay."""
+    cluster = make_cluster(lifecycle={"restartBudget": {"restarts": 5, "windowSeconds": 600}})
+    cluster.broken_engines.add("demo-engine-0")
+    cluster.settle()
+    cluster.patch()
+    for restarts in (9, 10, 14):
+        _crash(cluster, restarts)
+        assert "diagnosis" not in cluster.status["engines"][0]
+    assert cluster.status["engines"][0]["window"]["base"] == 9
+    _crash(cluster, 15)
+    assert "more than 5 restarts" in cluster.status["engines"][0]["diagnosis"]
 
 
 def test_pods_of_what_was_taken_back_do_not_cost_the_engine_its_budget(make_cluster: Any) -> None:
@@ -861,6 +920,39 @@ def test_a_condition_keeps_its_time_while_its_status_stays(make_cluster: Any) ->
     cluster.settle()
     assert cluster.condition("CoordinatorReady")["lastTransitionTime"] == before
     assert cluster.condition("Ready")["lastTransitionTime"] > before
+
+
+def test_a_condition_keeps_its_time_when_only_its_reason_changes(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Paused")
+    cluster.settle()
+    paused = cluster.condition("Ready")
+    cluster.patch(desiredState="Suspended")
+    cluster.settle()
+    suspended = cluster.condition("Ready")
+    assert (paused["status"], paused["reason"]) == ("False", "Paused")
+    assert (suspended["status"], suspended["reason"]) == ("False", "Suspended")
+    assert suspended["lastTransitionTime"] == paused["lastTransitionTime"]
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kept"),
+    [
+        ("True", Reason.PAUSED, True),
+        ("True", Reason.SUSPENDED, True),
+        ("False", Reason.PAUSED, False),
+        ("Unknown", Reason.SUSPENDED, False),
+    ],
+)
+def test_the_time_of_a_condition_is_that_of_its_status(status: str, reason: Reason, kept: bool) -> None:
+    def made(finding: tuple[str, Reason, str], before: dict[str, Any] | None, now: str) -> dict[str, Any]:
+        return condition(ConditionType.READY, finding, generation=1, before=before, now=now)
+
+    before = made(("True", Reason.PAUSED, "first"), None, "then")
+    after = made((status, reason, "second"), before, "now")
+    assert (after["status"], after["reason"], after["message"]) == (status, reason.value, "second")
+    assert after["lastTransitionTime"] == ("then" if kept else "now")
 
 
 def test_history_names_the_operation_and_keeps_sixteen(make_cluster: Any) -> None:

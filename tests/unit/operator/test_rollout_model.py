@@ -90,6 +90,28 @@ def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
     return step
 
 
+def _forgets_the_down(engine: EngineFacts) -> bool:
+    return engine.current and (engine.leftover or engine.canary in (Canary.PENDING, Canary.FAILED))
+
+
+def _forgets_the_pending(engine: EngineFacts) -> bool:
+    return engine.current and (not engine.serving or engine.leftover or engine.canary is Canary.FAILED)
+
+
+def _forgets_the_failed(engine: EngineFacts) -> bool:
+    return engine.current and (not engine.serving or engine.leftover or engine.canary is Canary.PENDING)
+
+
+@pytest.mark.parametrize("unproven", [_forgets_the_down, _forgets_the_pending, _forgets_the_failed])
+def test_the_search_knows_by_itself_which_engines_are_unproven(
+    monkeypatch: pytest.MonkeyPatch, unproven: Callable[[EngineFacts], bool]
+) -> None:
+    """What the planner says of its own facts is not taken for the truth."""
+    monkeypatch.setattr(EngineFacts, "unproven", property(unproven))
+    with pytest.raises(Violation, match="an unproven revision spread"):
+        explore(Model(next_step, revisions=3, max_unavailable=1, sizes=(3, 2)), limit=30_000)
+
+
 @pytest.mark.parametrize(
     "planner",
     [

@@ -175,6 +175,13 @@ def test_no_engine_cannot_pass_for_all_of_them() -> None:
     assert absent == Send(S.PAUSE)
 
 
+def test_without_engines_a_stop_neither_drains_nor_waits() -> None:
+    for coordinator, signal in ((C.RUNNING, S.PAUSE), (C.PAUSED, S.STOP), (C.SUSPENDED, S.STOP)):
+        for expected in (True, False):
+            step = next_step(coordinator=coordinator, engines=[], desired=D.STOPPED, engines_expected=expected)
+            assert step == Send(signal)
+
+
 def test_the_table_is_complete_and_legal() -> None:
     pairs = {(state, GOAL[desired]) for state, desired in itertools.product(STEADY_ENGINE_STATES, DesiredState)}
     assert set(NEXT_SIGNAL) == {(state, goal) for state, goal in pairs if state is not goal}

@@ -23,7 +23,6 @@ from megatron_operator.plan.world import CoordinatorSnapshot
 
 FAST = LinkTimings(
     hello_retry=0.02,
-    hello_retry_max=0.05,
     status_interval=0.02,
     status_interval_busy=0.02,
     answer_timeout=0.3,

@@ -14,9 +14,9 @@ from scripted_engine import ScriptedEngine
 from megatron_operator.model.states import KeyStage
 from megatron_operator.render.keys import next_files
 from megatron_runtime.backends.echo.echo_executor import echo_answer
+from megatron_runtime.backends.registry import build_backend
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -117,10 +117,10 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     assert old["client.pub"] in site.report.connected
 
     secret.go_on(KeyStage.SWITCHING)
-    await site.until(lambda: old["client.pub"] not in site.report.connected and len(site.coordinator.clients) == 1)
+    await site.until(lambda: old["client.pub"] not in site.report.connected and len(site.coordinator.core.clients) == 1)
     site.engine.close()
     await site.start_engine()
-    await site.until(lambda: old["engine.pub"] not in site.report.connected and any(site.coordinator.engines))
+    await site.until(lambda: old["engine.pub"] not in site.report.connected and any(site.coordinator.core.engines))
     assert site.report.server == old["server.pub"]
 
     secret.go_on(KeyStage.RESTARTING)
@@ -129,7 +129,7 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     assert site.report.server != old["server.pub"]
     site.engine.close()
     await site.start_engine()
-    await site.until(lambda: len(site.coordinator.clients) == 1)
+    await site.until(lambda: len(site.coordinator.core.clients) == 1)
 
     secret.go_on(KeyStage.SETTLED)
     await site.until(lambda: not set(old.values()) & set(site.report.admitted) - {old["admin.pub"]})
@@ -145,7 +145,7 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
             tokens += item["partial"]["new_tokens"]
     assert tokens == echo_answer([1, 2], 8)
     assert site.coordinator.transport.gatekeeper is not None
-    assert len(site.coordinator.clients) == 1
+    assert len(site.coordinator.core.clients) == 1
 
 
 async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_pa
         kv_cache_memory=1 << 20,
         keys_dir=tmp_path,
     )
-    worker = EngineWorker(settings, build_engine(settings))
+    worker = EngineWorker(settings, build_backend(settings))
     serving = asyncio.create_task(worker.run())
     await site.client.start(connect_timeout_seconds=LONG_SECONDS)
     asked: list[asyncio.Task[list[int]]] = []

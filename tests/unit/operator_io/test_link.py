@@ -11,10 +11,11 @@ import msgpack
 import pytest
 import zmq
 from eventually import LONG_SECONDS
+from small_cluster import MINIMAL, Cluster
 
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary
-from megatron_operator.link.connection import CoordinatorLink, LinkTimings
+from megatron_operator.link.connection import DEFAULT_SIGNAL_SECONDS, CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import snapshot_of, without_traffic
 from megatron_operator.model.states import CoordinatorState, OperationOutcome, SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, Signal
@@ -32,7 +33,6 @@ from megatron_runtime.transport.security import KeyPair, PeerKeys
 
 FAST = LinkTimings(
     hello_retry=0.05,
-    hello_retry_max=0.2,
     status_interval=0.2,
     status_interval_busy=0.05,
     answer_timeout=1.0,
@@ -65,10 +65,10 @@ async def make_link() -> AsyncIterator[Callable[..., tuple[CoordinatorLink, Chan
     links: list[CoordinatorLink] = []
 
     def make(
-        address: str, keys: PeerKeys | None = None, *, timings: LinkTimings = FAST
+        address: str, keys: PeerKeys | None = None, *, timings: LinkTimings = FAST, **options: Any
     ) -> tuple[CoordinatorLink, Changes]:
         changes = Changes()
-        link = CoordinatorLink(on_change=changes, timings=timings)
+        link = CoordinatorLink(on_change=changes, timings=timings, **options)
         link.point_to(address, keys)
         links.append(link)
         return link, changes
@@ -127,6 +127,37 @@ async def test_signal_carries_id_and_fence_once_and_its_answer_wakes(make_link: 
     snapshot = await link.refresh()
     assert snapshot.operations["op-1"].outcome is OperationOutcome.CONFIRMED
     assert snapshot.state is CoordinatorState.PAUSED
+
+
+@pytest.mark.parametrize("kind", [SignalKind.PAUSE, SignalKind.DRAIN, SignalKind.UPDATE_WEIGHTS])
+async def test_the_deadline_of_a_signal_reaches_the_coordinator(make_link: Any, admin_port: Any, kind: Any) -> None:
+    """A load takes longer than the answer to any other signal."""
+    lifecycle = {"drainSeconds": 77}
+    source = {"persistentVolumeClaim": {"claimName": "models", "path": "/x/{revision}"}}
+    weights = {"model": {"source": source}, "weights": {"revision": "6"}}
+    cluster = Cluster({**MINIMAL, **weights, "lifecycle": lifecycle, "engine": {"startupSeconds": 1234}})
+    cluster.settle()
+    goal = {
+        SignalKind.PAUSE: {"desiredState": "Paused"},
+        SignalKind.DRAIN: {"desiredState": "Stopped"},
+        SignalKind.UPDATE_WEIGHTS: {"weights": {"revision": "7"}},
+    }
+    cluster.patch(**goal[kind])
+    cluster.step()
+    (signal,) = (action for action in cluster.step().actions if isinstance(action, Signal))
+    now = [0.0]
+    link, changes = make_link(admin_port.address, clock=lambda: now[0])
+    await changes.until(lambda: link.snapshot.reachable)
+    admin_port.hold_acks = True
+
+    assert link.signal(signal)
+    seconds = {SignalKind.PAUSE: DEFAULT_SIGNAL_SECONDS, SignalKind.DRAIN: 77, SignalKind.UPDATE_WEIGHTS: 1234}[kind]
+    now[0] = seconds
+    assert link.awaits(signal.operation_id), "the coordinator may answer until its own deadline"
+    now[0] = 0.0
+    await link.refresh()
+    (control,) = admin_port.controls
+    assert (control.kind.name, control.timeout_seconds) == (kind.value, seconds)
 
 
 async def test_refusal_is_an_outcome_although_the_coordinator_forgets_it(make_link: Any, admin_port: Any) -> None:

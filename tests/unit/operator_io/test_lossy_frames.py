@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lossy_link import CoordinatorPort, LossyLink
+from machine import scaled
 from small_cluster import MINIMAL, Cluster
 from small_operator import PlayedApi, Watch, new_operator
 
@@ -23,7 +24,6 @@ AT_ONCE = 5
 FAULT_RATE = 0.3
 TIMINGS = LinkTimings(
     hello_retry=0.02,
-    hello_retry_max=0.04,
     status_interval=0.05,
     status_interval_busy=0.03,
     answer_timeout=0.2,
@@ -54,7 +54,7 @@ class Truth:
             assert report.outcome.value == "Confirmed", f"confirmed in the status alone: {lifecycle}"
         if status["state"] in ("Paused", "Suspended"):
             assert coordinator.state.value == status["state"].upper(), f"{status['state']} is not {coordinator.state}"
-            assert {engine.state.value for engine in coordinator.engines.values()} == {status["state"].upper()}
+            assert {engine.state.value for engine in coordinator.core.engines.values()} == {status["state"].upper()}
 
 
 async def live(seed: int) -> int:
@@ -73,7 +73,7 @@ async def live(seed: int) -> int:
     try:
         for goal in GOALS:
             cluster.patch(desiredState=goal)
-            async with asyncio.timeout(600):
+            async with asyncio.timeout(scaled(600)):
                 while not _reached(cluster, goal):
                     assert not running.done(), running.exception()
                     watch.show()

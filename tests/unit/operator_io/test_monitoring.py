@@ -18,11 +18,7 @@ from megatron_operator.plan.world import CoordinatorSnapshot, EngineReport
 
 ROOT = Path(__file__).parents[3]
 RUNTIME = ROOT / "runtime" / "megatron_runtime"
-SOURCES = (
-    RUNTIME / "data_parallel_inference_coordinator" / "metrics.py",
-    RUNTIME / "engines" / "metrics.py",
-    RUNTIME / "text_generation_server" / "metrics.py",
-)
+SOURCES = [path for folder in ("coordinator", "engine", "server") for path in (RUNTIME / folder).rglob("*.py")]
 NAME = re.compile(r"\bmegatron_[a-z_]+")
 SUFFIX = re.compile(r"_(total|bucket|sum|count)$")
 

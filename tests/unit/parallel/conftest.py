@@ -1,4 +1,4 @@
-"""Ranks as processes. They are forked from one that has imported torch, which takes longer than all they do."""
+"""Ranks as processes, forked from one that has imported torch, because the import takes longer than the test."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ SMALL = replace(
 
 @dataclass
 class Engine:
-    """The ranks of one engine, and what rank 0 says."""
+    """The ranks of one engine, and the messages of rank 0."""
 
     processes: list[ForkServerProcess]
-    said: Connection
+    messages: Connection
 
-    def told(self) -> Any:
-        """What rank 0 says next."""
-        assert self.said.poll(SECONDS), "rank 0 says nothing"
-        return self.said.recv()
+    def next_message(self) -> Any:
+        """The next message of rank 0."""
+        assert self.messages.poll(SECONDS), "rank 0 sends no message"
+        return self.messages.recv()
 
     def exit_codes(self) -> list[int | None]:
         for process in self.processes:
@@ -47,14 +47,14 @@ class Engine:
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
-    """start(told, ranks=…): the ranks of an engine that does what rank_program says; all end with the test.
+    """start(options, ranks=…): the ranks of an engine as rank_program describes them; all end with the test.
 
     Each writes its standard error to `rank-N` and its termination message to `rank-N.end` in tmp_path.
     """
     engines: list[Engine] = []
 
-    def start(told: dict[str, Any], *, ranks: list[int] | None = None) -> Engine:
-        world = told["tensor"] * told["pipeline"] * told["expert"]
+    def start(options: dict[str, Any], *, ranks: list[int] | None = None) -> Engine:
+        world = options["tensor"] * options["pipeline"] * options["expert"]
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
@@ -62,7 +62,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Engine]]:
         processes = [
             warm_context().Process(
                 target=rank_program.be_rank,
-                args=(told, rank, world, port, str(tmp_path / f"rank-{rank}"), sender if rank == 0 else None),
+                args=(options, rank, world, port, str(tmp_path / f"rank-{rank}"), sender if rank == 0 else None),
             )
             for rank in (range(world) if ranks is None else ranks)
         ]

@@ -47,7 +47,7 @@ async def test_every_rank_confirms_every_verb_and_a_killed_one_costs_no_request(
     with pytest.raises(ControlRefusedError, match="no engine succeeded") as refused:
         await link.control(Header.START_CUDA_PROFILER, operation_id="profile", fence=1)
     for name in fleet.engines:
-        assert f"{name}: START_CUDA_PROFILER failed: a processor has no CUDA profiler" in refused.value.message
+        assert f"{name}: START_CUDA_PROFILER failed: the CPU has no CUDA profiler" in refused.value.message
     for kind in (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS, Header.UNPAUSE):
         new = {"epoch": 1, "source": model} if kind is Header.UPDATE_WEIGHTS else {}
         ack = await link.control(kind, operation_id=kind.name, fence=1, **new)

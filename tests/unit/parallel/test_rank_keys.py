@@ -12,8 +12,8 @@ import torch.distributed as dist
 import zmq
 
 from megatron_runtime.distributed.errors import RendezvousError
-from megatron_runtime.distributed.identity import RankIdentity
 from megatron_runtime.distributed.rendezvous import Meeting
+from megatron_runtime.distributed.shard import RankIdentity
 from megatron_runtime.transport.security import KeyPair
 
 SECONDS = 60

@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.distributed.identity import RankIdentity, node_identity, rank_identity
-from megatron_runtime.distributed.shard import IndivisibleError, ParallelSizes, Shard
+from megatron_runtime.distributed.shard import (
+    IndivisibleError,
+    ParallelSizes,
+    RankIdentity,
+    Shard,
+    node_identity,
+    rank_identity,
+)
 
 SIZES = st.builds(ParallelSizes, tensor=st.integers(1, 6), pipeline=st.integers(1, 5), expert=st.integers(1, 4))
 

@@ -1,4 +1,4 @@
-"""The steps that ranks warm up in: they fit an engine, disturb no request, and tell every rank something."""
+"""The warm-up steps of ranks: they fit the engine, disturb no request, and every rank takes part."""
 
 from __future__ import annotations
 
@@ -6,8 +6,14 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_runtime.backends.native.ranked.micro_batches import cut, expert_of_rows
-from megatron_runtime.backends.native.ranked.warm_up import GPU, PROCESSOR, StepSizes, warm_up_plans
+from megatron_runtime.backends.native.micro_batches import (
+    CPU,
+    GPU,
+    StepSizes,
+    cut,
+    expert_of_rows,
+    warm_up_plans,
+)
 from megatron_runtime.distributed.shard import ParallelSizes
 
 PAGE = 16
@@ -17,7 +23,7 @@ PAGE = 16
     st.integers(1, 4),
     st.builds(StepSizes, tokens=st.integers(1, 600), rows=st.integers(1, 70), length=st.integers(2, 600)),
     st.integers(2, 300),
-    st.sampled_from([PROCESSOR, GPU]),
+    st.sampled_from([CPU, GPU]),
 )
 def test_they_fit_the_engine_and_write_to_the_dummy_page_alone(
     expert: int, most: StepSizes, num_pages: int, usual: StepSizes
@@ -35,7 +41,7 @@ def test_they_fit_the_engine_and_write_to_the_dummy_page_alone(
 
 def test_every_rank_that_shares_experts_samples_prompts_and_decodes() -> None:
     sizes = ParallelSizes(expert=4)
-    plans = warm_up_plans(sizes, PROCESSOR, num_pages=100, page_size=PAGE)
+    plans = warm_up_plans(sizes, CPU, num_pages=100, page_size=PAGE)
     for plan in plans[:2]:
         assert set(expert_of_rows(plan, 4).tolist()) == {0, 1, 2, 3}
     prompts, decodes, one = plans

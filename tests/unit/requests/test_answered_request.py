@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 
-from megatron_runtime.requests.answer import answered_request
+from megatron_runtime.requests.request import answered_request
 from megatron_runtime.sampling_params import SamplingParams
 
 TEXTS = {5: "a", 6: "a", 7: "b"}

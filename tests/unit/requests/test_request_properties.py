@@ -18,7 +18,7 @@ from megatron_runtime.inference_request import (
     compute_block_hashes_batched,
 )
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError, RequestError, error_name
-from megatron_runtime.requests.values import pack_value, unpack_value
+from megatron_runtime.requests.request import pack_value, unpack_value
 from megatron_runtime.sampling_params import SamplingParams
 
 TOKENS = st.lists(st.integers(0, 2**62), max_size=20)

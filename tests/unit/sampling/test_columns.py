@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
-from megatron_runtime.sampling.columns import SamplingColumns
+from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch, SamplingColumns
 from megatron_runtime.sampling_params import SamplingParams
 
 NOTHING = np.empty(0, np.int32)

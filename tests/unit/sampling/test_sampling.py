@@ -5,8 +5,7 @@ import pytest
 
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
 from megatron_runtime.sampling.log_probs import log_probs
-from megatron_runtime.sampling.philox import philox4x32, uniform
-from megatron_runtime.sampling.sampler import apply_edits, filtered_logits, sample
+from megatron_runtime.sampling.sampler import apply_edits, philox4x32, processed_logits, sample, uniform
 
 ONES = 0xFFFFFFFF
 # Known answers of the authors' library Random123 (kat_vectors, philox4x32 with 10 rounds).
@@ -63,7 +62,7 @@ def test_uniform_is_uniform_and_never_0_or_1() -> None:
 
 def test_uniform_is_below_1_for_the_largest_words(monkeypatch: pytest.MonkeyPatch) -> None:
     words = np.full((4, 1), ONES, np.uint64)
-    monkeypatch.setattr("megatron_runtime.sampling.philox.philox4x32", lambda *_: words)
+    monkeypatch.setattr("megatron_runtime.sampling.sampler.philox4x32", lambda *_: words)
     assert 0 < uniform(np.zeros(1, np.uint64), np.zeros(1, np.int64))[0] < 1
 
 
@@ -240,8 +239,8 @@ def test_log_probs_and_the_likeliest_are_exact() -> None:
     assert log_probs(logits, tokens, top_n=0).row(0, 0) == []
 
 
-def test_filtered_logits_are_what_is_drawn_from() -> None:
+def test_processed_logits_are_what_is_drawn_from() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
-    kept = filtered_logits(logits, temperature=0.5, top_k=2, top_p=0.0, min_p=0.0)
+    kept = processed_logits(logits, batch_of(1, temperature=0.5, top_k=2), 0)
     assert kept.tolist() == [-np.inf, 6.0, 4.0, -np.inf]
-    assert filtered_logits(logits, temperature=0.0, top_k=0, top_p=0.0, min_p=0.0).tolist() == logits.tolist()
+    assert processed_logits(logits, batch_of(1, temperature=0.0), 0).tolist() == logits.tolist()

@@ -23,13 +23,11 @@ import tokenizers
 from eventually import LONG_SECONDS
 
 from megatron_runtime.server.app import create_app
-from megatron_runtime.server.listener import listen
-from megatron_runtime.server.run import HttpServer, drain, http_server
-from megatron_runtime.server.service import Service
-from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.tls import Certificate
+from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.process import Certificate, HttpServer, drain, http_server
+from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
 MODEL = "smollm2"
 
@@ -97,6 +95,11 @@ class Running:
         await drain(self.service, self.server)
 
 
+def plain_client(url: str = "") -> httpx.AsyncClient:
+    """A client of plain HTTP. It reads no certificates, which takes as long as several requests."""
+    return httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS, verify=False, trust_env=False)
+
+
 Start = Callable[..., Awaitable[Running]]
 
 
@@ -107,13 +110,10 @@ async def _running(
     app = create_app(settings, backend=backend, tokenizer=tokenizer)
     listener = listen(host="127.0.0.1", port=0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = http_server(app, limits=settings.connections)
-    if certificate is not None:
-        server.config.load()
-        server.config.ssl = certificate.context
+    server = http_server(app, limits=settings.connections, certificate=certificate)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0)
-    async with httpx.AsyncClient(base_url=url, timeout=LONG_SECONDS) as http, client:
+    async with plain_client(url) as http, plain_client() as http_of_openai:
+        client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, http_client=http_of_openai)
         yield Running(url, tokenizer, backend, app.state.service, server, http, client)
     if isinstance(backend, generator.ScriptedBackend):
         backend.gate.set()

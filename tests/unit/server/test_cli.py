@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from megatron_runtime.cli import main
 from megatron_runtime.cli.options import Memory
-from megatron_runtime.cli.process import PARENT_VARIABLE
-from megatron_runtime.cli.supervisor import Child, ChildFailedError, Supervisor
+from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
+from megatron_runtime.process.parent import PARENT_VARIABLE
 
 MEGATRON = [sys.executable, "-m", "megatron_runtime.cli"]
 
@@ -96,7 +96,7 @@ async def test_server_without_a_model_fails_in_one_line() -> None:
     assert err.startswith("Error: model '/no/model' does not exist")
 
 
-async def test_generate_prints_the_text_as_it_comes(running: Any, answer: str) -> None:
+async def test_generate_prints_the_text_as_it_arrives(running: Any, answer: str) -> None:
     code, out, err = await run("generate", "Once", "--url", running.url)
     assert (code, out, err) == (0, answer + "\n", "")
     code, out, _ = await run("generate", "-", "--url", running.url, "--stop", "café", stdin="Twice")
@@ -108,7 +108,7 @@ async def test_generate_prints_the_text_as_it_comes(running: Any, answer: str) -
     )
 
 
-async def test_generate_asks_for_a_form(running: Any, tmp_path: Path) -> None:
+async def test_generate_asks_for_a_structured_output(running: Any, tmp_path: Path) -> None:
     schema = tmp_path / "schema.json"
     schema.write_text('{"type": "object"}')
     code, _, err = await run("generate", "x", "--url", running.url, "--schema", str(schema), "--top-p", "0.5")
@@ -132,7 +132,7 @@ async def test_chat_keeps_the_conversation(running: Any, tokenizer: Any, answer:
     assert answer not in sent[2]
 
 
-async def test_terminal_clients_say_that_nobody_answers() -> None:
+async def test_terminal_clients_report_that_no_server_answers() -> None:
     for command in (["generate", "x"], ["chat"]):
         code, _, err = await run(*command, "--url", "http://127.0.0.1:1", stdin="x\n")
         assert code == 1
@@ -155,7 +155,7 @@ async def _supervised(*arguments: str) -> tuple[Supervisor, Child, list[str]]:
     return supervisor, child, said
 
 
-async def test_child_that_cannot_start_ends_the_whole_with_its_last_words() -> None:
+async def test_a_child_that_cannot_start_ends_the_supervisor_with_its_error() -> None:
     supervisor, _, _ = await _supervised(
         "server", "--coordinator", "127.0.0.1:1", "--model", "/no/model", "--port", "0"
     )
@@ -164,7 +164,7 @@ async def test_child_that_cannot_start_ends_the_whole_with_its_last_words() -> N
     await supervisor.stop(grace_seconds=5)
 
 
-async def test_child_that_dies_later_is_started_again_within_a_budget(running: Any) -> None:
+async def test_a_child_that_dies_later_is_restarted_within_a_budget(running: Any) -> None:
     supervisor, child, said = await _supervised("generate", "x", "--url", running.url)
     running.backend.gate.clear()
     supervisor.are_ready = True

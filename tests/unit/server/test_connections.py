@@ -17,8 +17,8 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.server.process import Certificate
 from megatron_runtime.server.settings import ConnectionLimits
-from megatron_runtime.server.tls import Certificate
 
 SHORT = ConnectionLimits(
     header_seconds=0.6, body_seconds=1.5, body_idle_seconds=0.6, stall_seconds=0.6, handshake_seconds=0.6
@@ -84,7 +84,7 @@ async def works(running: Any) -> bool:
         ("body_idle_seconds", REQUEST + b"Content-Length: 100000\r\n\r\n{", b""),
     ],
 )
-async def test_a_slow_request_is_ended_with_an_answer(
+async def test_a_slow_request_is_ended_with_408(
     start: Any, short: str, start_of_request: bytes, dripped: bytes
 ) -> None:
     running = await start(connections=limits(short))
@@ -102,7 +102,7 @@ async def test_a_connection_without_a_request_is_closed_silently(start: Any) -> 
         assert await to_the_end(reader) == b""
 
 
-async def test_a_refused_request_does_not_let_its_body_drip_on(start: Any) -> None:
+async def test_a_rejected_request_cannot_keep_sending_its_body(start: Any) -> None:
     running = await start(connections=limits("body_seconds"))
     async with connection(running) as (reader, writer):
         writer.write(b"POST /v1/nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 100000\r\n\r\n")
@@ -149,7 +149,7 @@ def _received(raw: socket.socket) -> int:
     return count
 
 
-async def test_deadlines_do_not_touch_a_stream_that_waits(start: Any) -> None:
+async def test_deadlines_do_not_end_a_stream_that_waits(start: Any) -> None:
     running = await start(
         connections=replace(SHORT, header_seconds=0.2, body_seconds=0.2, body_idle_seconds=0.2, stall_seconds=0.2),
         keep_alive_seconds=0.3,
@@ -226,7 +226,7 @@ async def test_a_body_of_tiny_chunks_is_parsed_between_other_requests(
     assert max(steps) <= 8 * 1024
 
 
-async def test_garbage_after_a_request_does_not_break_its_answer(running: Any) -> None:
+async def test_malformed_bytes_after_a_request_do_not_break_its_answer(running: Any) -> None:
     async with connection(running) as (reader, writer):
         writer.write(WHOLE + b"\x00\x01 garbage\r\n\r\n")
         answers = await to_the_end(reader)
@@ -240,7 +240,7 @@ async def test_connections_are_limited_and_idle_ones_make_room(start: Any) -> No
         assert await to_the_end(first) == b""
 
 
-async def test_a_connection_too_many_is_answered_where_all_are_at_work(start: Any) -> None:
+async def test_a_connection_beyond_the_limit_gets_503_if_all_others_are_busy(start: Any) -> None:
     running = await start(connections=limits(max_connections=2))
     running.backend.gate.clear()
     async with connection(running) as (first, one), connection(running) as (second, two):

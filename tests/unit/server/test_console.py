@@ -24,14 +24,14 @@ def sources(policy: str, directive: str) -> list[str]:
     return found[1].split()
 
 
-async def test_it_needs_nothing_from_elsewhere(running: Any) -> None:
+async def test_the_page_loads_nothing_from_other_servers(running: Any) -> None:
     reply = await running.http.get("/")
     assert reply.status_code == 200
     assert reply.headers["content-type"].startswith("text/html")
     assert not re.search(r"https?:|//\w|@import|url\(| src=| href=", reply.text)
 
 
-async def test_its_policy_admits_its_own_script_and_style_and_nothing_else(running: Any) -> None:
+async def test_its_policy_allows_only_its_own_script_and_style(running: Any) -> None:
     reply = await running.http.get("/")
     policy = reply.headers["content-security-policy"]
     assert sources(policy, "default-src") == ["'none'"]
@@ -47,7 +47,7 @@ async def test_its_policy_admits_its_own_script_and_style_and_nothing_else(runni
     assert not re.search(r"<[^>]+ (on\w+|style)=", SCRIPT.sub("", reply.text))
 
 
-async def test_it_is_shown_to_who_has_no_key_yet(start: Any, tmp_path: Path) -> None:
+async def test_the_page_needs_no_key(start: Any, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     running = await start(api_keys_file=tmp_path / "keys")
     assert (await running.http.get("/")).status_code == 200
@@ -68,7 +68,7 @@ async def chat(running: Any, tmp_path: Path, *texts: str, key: str = "") -> dict
 
 
 @needs_node
-async def test_it_streams_answers_and_remembers_the_talk(running: Any, answer: str, tmp_path: Path) -> None:
+async def test_it_streams_answers_and_keeps_the_conversation(running: Any, answer: str, tmp_path: Path) -> None:
     shown = await chat(running, tmp_path, "Hello?", "And then?")
     answer = answer.strip()
     kinds = [kind for kind, _ in shown["turns"]]
@@ -83,9 +83,7 @@ async def test_it_streams_answers_and_remembers_the_talk(running: Any, answer: s
 
 
 @needs_node
-async def test_it_sends_the_key_that_its_user_entered_and_tells_when_it_is_wrong(
-    start: Any, answer: str, tmp_path: Path
-) -> None:
+async def test_it_sends_the_entered_key_and_reports_a_wrong_one(start: Any, answer: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("secret\n")
     running = await start(api_keys_file=tmp_path / "keys")
     shown = await chat(running, tmp_path, "Hello?", key="secret")
@@ -96,7 +94,7 @@ async def test_it_sends_the_key_that_its_user_entered_and_tells_when_it_is_wrong
 
 
 @needs_node
-async def test_an_error_is_a_turn_of_its_own_and_the_talk_goes_on(running: Any, answer: str, tmp_path: Path) -> None:
+async def test_an_error_is_shown_and_the_conversation_continues(running: Any, answer: str, tmp_path: Path) -> None:
     shown = await chat(running, tmp_path, "word " * 9000, "Hello?")
     assert [kind for kind, _ in shown["turns"]] == ["turn user", "turn error", "turn user", "turn assistant"]
     assert "maximum context length" in shown["turns"][1][1]

@@ -42,7 +42,7 @@ async def _get(probed: Probed, path: str, method: str = "GET") -> httpx.Response
         return await client.request(method, f"http://127.0.0.1:{probed.server.port}{path}")
 
 
-async def test_readyz_names_what_is_missing_until_nothing_is(probed: Probed) -> None:
+async def test_readyz_names_what_is_missing_until_the_process_is_ready(probed: Probed) -> None:
     answer = await _get(probed, "/readyz")
     assert answer.status_code == 503
     assert answer.json() == {"ready": False, "missing": ["coordinator"]}
@@ -67,7 +67,7 @@ async def test_metrics_come_from_the_registry(probed: Probed) -> None:
     assert answer.headers["content-type"].startswith("text/plain")
 
 
-async def test_head_has_no_body_and_other_methods_are_refused(probed: Probed) -> None:
+async def test_head_has_no_body_and_other_methods_are_rejected(probed: Probed) -> None:
     answer = await _get(probed, "/livez", "HEAD")
     assert (answer.status_code, answer.content) == (200, b"")
     assert (await _get(probed, "/livez", "POST")).status_code == 405
@@ -75,7 +75,7 @@ async def test_head_has_no_body_and_other_methods_are_refused(probed: Probed) ->
 
 
 @pytest.mark.parametrize("junk", [b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"x" * 40_000, b""])
-async def test_junk_ends_only_its_own_connection(probed: Probed, junk: bytes) -> None:
+async def test_malformed_bytes_end_only_their_own_connection(probed: Probed, junk: bytes) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", probed.server.port)
     writer.write(junk)
     writer.write_eof()
@@ -88,13 +88,13 @@ async def test_junk_ends_only_its_own_connection(probed: Probed, junk: bytes) ->
     assert (await _get(probed, "/livez")).status_code == 200
 
 
-async def test_taken_port_says_which_flag_to_change(probed: Probed) -> None:
+async def test_a_port_in_use_names_the_flag_to_change(probed: Probed) -> None:
     second = HealthServer(missing=list, host="127.0.0.1", port=probed.server.port)
     with pytest.raises(OSError, match=rf"127\.0\.0\.1:{probed.server.port} .*--health-port"):
         await second.start()
 
 
-async def test_connections_are_few_and_none_is_held_by_a_client_that_does_not_read(
+async def test_connections_are_limited_and_a_client_that_does_not_read_holds_none(
     probed: Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_runtime.process.health.MAX_CONNECTIONS", 2)

@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from soak import size
 
-from megatron_runtime.cli.api_client import ApiClient
-from megatron_runtime.cli.event_stream import (
+from megatron_runtime.cli.api_client import (
     MAX_ERROR_BYTES,
     MAX_EVENT_BYTES,
+    ApiClient,
     EventReader,
     StreamFormatError,
     terminal_text,
@@ -50,7 +50,7 @@ def client_of(content: Iterator[bytes], *, status: int = 200) -> ApiClient:
     return CLIENT
 
 
-def test_whatever_is_streamed_ends_as_text_or_in_words() -> None:
+def test_any_stream_ends_as_text_or_as_a_readable_error() -> None:
     @settings(max_examples=size(150, soak=50_000), deadline=None)
     @given(st.lists(LINES, max_size=6), st.sampled_from([200, 200, 400, 500]))
     def check(lines: list[bytes], status: int) -> None:
@@ -64,7 +64,7 @@ def test_whatever_is_streamed_ends_as_text_or_in_words() -> None:
     check()
 
 
-def test_chunks_may_be_cut_anywhere() -> None:
+def test_chunks_may_be_split_anywhere() -> None:
     events: list[dict[str, Any]] = [
         {"choices": [{"delta": {"content": "a\N{LINE SEPARATOR}b\r"}}]},
         {"choices": [{"delta": {"role": "assistant", "content": None}}]},
@@ -89,7 +89,7 @@ def test_chunks_may_be_cut_anywhere() -> None:
     assert [text for event in events for text in texts_of(event)] == ["a\N{LINE SEPARATOR}b\r", "", "é", ""]
 
 
-def test_a_line_without_end_is_not_kept() -> None:
+def test_a_line_without_end_is_not_buffered() -> None:
     reader = EventReader()
     for _ in range(MAX_EVENT_BYTES >> 20):
         assert list(reader.feed(b"x" * (1 << 20))) == []

@@ -23,11 +23,12 @@ from soak import size
 
 from megatron_runtime.process.sacrificial_process import SacrificialProcess
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
-from megatron_runtime.tokenization import backend as backend_module
 from megatron_runtime.tokenization import gguf_tokenizer as gguf_module
-from megatron_runtime.tokenization.backend import TRIAL_MEMORY_BYTES, backend_from_json
+from megatron_runtime.tokenization import loader as loader_module
 from megatron_runtime.tokenization.chat_template import ChatTemplate
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
+from megatron_runtime.tokenization.loader import TRIAL_MEMORY_BYTES, backend_from_json
+from megatron_runtime.tokenization.vocabulary import load_vocabulary
 
 BASE: dict[str, Any] = {
     "version": "1.0",
@@ -98,13 +99,13 @@ def directory_with(path: Path, changes: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_tokenizer_that_would_take_the_process_along_is_refused(
+def test_a_tokenizer_that_would_end_the_process_is_rejected(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes, complaint = BOMBS[name]
     if "without end" in name or "for years" in name:  # else the limits take their time to be reached
-        monkeypatch.setattr(backend_module, "TRIAL_SECONDS", 1.0)
-        monkeypatch.setattr(backend_module, "TRIAL_MEMORY_BYTES", 512 << 20)
+        monkeypatch.setattr(loader_module, "TRIAL_SECONDS", 1.0)
+        monkeypatch.setattr(loader_module, "TRIAL_MEMORY_BYTES", 512 << 20)
     with pytest.raises(TokenizerLoadError, match=rf"tokenizer\.json .*({complaint})"):
         load_tokenizer(directory_with(tmp_path, changes))
 
@@ -123,7 +124,7 @@ def test_padding_and_truncation_of_the_file_are_ignored(tmp_path: Path) -> None:
     assert loaded.encode("ab" * 1000) == [2] * 1000
 
 
-def test_a_text_that_the_library_panics_over_is_an_error(tmp_path: Path) -> None:
+def test_a_text_on_which_the_library_panics_is_an_error(tmp_path: Path) -> None:
     loaded = load_tokenizer(directory_with(tmp_path, {"pre_tokenizer": split("(b+)+$")}))
     with pytest.raises(ValueError, match=r"cannot be tokenized: .*retry-limit"):
         loaded.encode("b" * 5000 + "a")
@@ -243,7 +244,7 @@ def test_no_tokenizer_json_ends_the_process_or_takes_long(trial_process: Sacrifi
         if verdict:
             return
         # What passed the trial is loaded into this process, and has to stay harmless here.
-        loaded = Tokenizer(backend_module.load(content))
+        loaded = Tokenizer(load_vocabulary(content))
         for text in ("ab ab", "Ａé🦙<x>  a" * 50):
             try:
                 ids = loaded.encode(text)
@@ -257,10 +258,8 @@ def test_no_tokenizer_json_ends_the_process_or_takes_long(trial_process: Sacrifi
     assert slowest < 10, "a small file takes a second at most, on a machine five times slower"
 
 
-def test_whatever_the_other_files_hold_is_loaded_or_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(backend_module, "_try", lambda content, *, name: None)
+def test_any_companion_file_is_loaded_or_rejected_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader_module, "_try", lambda content, *, name: None)
     directory_with(tmp_path, {})
     values = st.sampled_from(
         [*ODD_VALUES, {"content": "a"}, {"content": 5}, [0, 1], [0, "a"], [{"name": "default", "template": "x"}], [{}]]
@@ -294,7 +293,7 @@ def test_whatever_the_other_files_hold_is_loaded_or_refused_by_name(
     check()
 
 
-def test_whatever_a_gguf_file_says_of_its_tokenizer_is_loaded_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_any_gguf_tokenizer_metadata_is_loaded_or_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     sentence_piece = {
         "general.architecture": "llama",
         "llama.context_length": 128,
@@ -362,7 +361,7 @@ def test_no_chat_template_ends_the_process(monkeypatch: pytest.MonkeyPatch) -> N
     check()
 
 
-def test_a_tokenizer_json_of_another_kind_of_json_is_refused() -> None:
+def test_a_tokenizer_json_of_another_type_is_rejected() -> None:
     nested = '{"type":"Sequence","normalizers":[' * 20_000 + "]}" * 20_000
     for content in (b"", b"[]", b"\xff", nested.encode(), b'{"model":' * 1000):
         with pytest.raises(ValueError, match=r"tokenizer\.json is not a readable tokenizer"):

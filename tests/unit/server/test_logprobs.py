@@ -10,7 +10,7 @@ CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"rol
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once 🦙", "max_tokens": 100}
 
 
-async def test_chat_log_probs_name_each_token_and_its_rivals(
+async def test_chat_log_probs_name_each_token_and_its_alternatives(
     running: Any, tokenizer: Any, answer: str, backend_log_prob: Any, backend_top: Any
 ) -> None:
     reply = await running.openai.chat.completions.create(**CHAT, logprobs=True, top_logprobs=3)
@@ -66,7 +66,7 @@ async def test_echo_puts_the_prompt_and_its_log_probs_first(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_no_tokens_asked_for_gives_the_prompt_alone(running: Any, tokenizer: Any, stream: bool) -> None:
+async def test_echo_with_zero_tokens_returns_the_prompt_alone(running: Any, tokenizer: Any, stream: bool) -> None:
     fields = {**COMPLETION, "logprobs": 0, "echo": True, "max_tokens": 0}
     choice = await _joined(running, fields) if stream else (await _whole(running, fields))
     assert choice["text"] == COMPLETION["prompt"]
@@ -80,7 +80,9 @@ async def test_no_tokens_asked_for_gives_the_prompt_alone(running: Any, tokenize
 
 @pytest.mark.parametrize("forgotten_after", [None, 0, 7])
 @pytest.mark.parametrize("stop", [None, "café", ["東", "nothing"], "🦙", "The"])
-async def test_streamed_log_probs_are_the_whole_ones(running: Any, forgotten_after: int | None, stop: Any) -> None:
+async def test_streamed_log_probs_equal_those_of_the_whole_answer(
+    running: Any, forgotten_after: int | None, stop: Any
+) -> None:
     """Also where partials come without them, as after a failover."""
     running.backend.forgets_log_probs_after = forgotten_after
     for fields in ({}, {"include_stop_str_in_output": True}):
@@ -102,13 +104,13 @@ async def test_the_tokens_of_a_stop_text_have_no_log_probs(running: Any, answer:
         assert b"".join(bytes(entry.bytes) for entry in choice.logprobs.content).decode() == choice.message.content
 
 
-async def test_log_probs_beyond_what_json_can_say_are_finite(running: Any, monkeypatch: Any) -> None:
+async def test_log_probs_beyond_the_range_of_json_are_finite(running: Any, monkeypatch: Any) -> None:
     monkeypatch.setitem(type(running.backend).generate.__globals__, "log_prob", lambda token, place: float("-inf"))
     reply = await running.chat(logprobs=True)
     assert {entry["logprob"] for entry in reply.json()["choices"][0]["logprobs"]["content"]} == {-9999.0}
 
 
-async def test_token_ids_come_when_asked_for(running: Any, tokenizer: Any, answer: str) -> None:
+async def test_token_ids_are_returned_on_request(running: Any, tokenizer: Any, answer: str) -> None:
     reply = await running.chat(return_token_ids=True)
     assert reply.json()["choices"][0]["token_ids"] == tokenizer.encode(answer)
     assert "token_ids" not in (await running.chat()).json()["choices"][0]

@@ -1,14 +1,19 @@
-"""The OpenAI API as the openai SDK and plain HTTP see it."""
+"""The OpenAI API as the openai SDK and plain HTTP see it, and its documentation in docs/serve.md."""
 
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
+from megatron_runtime.server.tools import PARSERS
+
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
+PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once", "max_tokens": 100}
 
 
@@ -33,7 +38,24 @@ async def test_chat_answer_has_text_reason_and_usage(running: Any, tokenizer: An
     assert reply.usage.prompt_tokens_details.cached_tokens == 3
 
 
-async def test_streamed_chat_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+@pytest.mark.parametrize("stream", [False, True])
+async def test_the_prompt_of_n_choices_is_counted_once(running: Any, tokenizer: Any, answer: str, stream: bool) -> None:
+    """The engine reports three cached tokens with each choice."""
+    prompts = ["Once", "Twice upon"]
+    body = {**COMPLETION, "prompt": prompts, "n": 3}
+    if stream:
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        chunks = [chunk async for chunk in await running.openai.completions.create(**body, **options)]
+        usage = chunks[-1].usage
+    else:
+        usage = (await running.openai.completions.create(**body)).usage
+    assert len(running.backend.requests) == 6
+    assert usage.prompt_tokens == sum(len(tokenizer.encode(prompt)) for prompt in prompts)
+    assert usage.prompt_tokens_details.cached_tokens == 2 * 3
+    assert usage.completion_tokens == 6 * (len(tokenizer.encode(answer)) + 1)
+
+
+async def test_streamed_chat_equals_the_whole_answer(running: Any, answer: str) -> None:
     stream = await running.openai.chat.completions.create(**CHAT, stream=True, stream_options={"include_usage": True})
     chunks = [chunk async for chunk in stream]
     assert chunks[0].choices[0].delta.role == "assistant"
@@ -61,7 +83,7 @@ async def test_with_usage_every_event_has_the_field_and_the_last_one_the_numbers
         assert (chunks[-1]["choices"] == []) is has_field
 
 
-async def test_streamed_completion_is_the_whole_answer_in_pieces(running: Any, answer: str) -> None:
+async def test_streamed_completion_equals_the_whole_answer(running: Any, answer: str) -> None:
     stream = await running.openai.completions.create(**COMPLETION, stream=True)
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == answer
@@ -98,7 +120,7 @@ async def test_stop_strings_end_the_text_before_them(running: Any, stream: bool,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_token_that_ends_the_answer_is_no_part_of_it(
+async def test_a_token_that_ends_the_answer_is_not_part_of_it(
     running: Any, tokenizer: Any, answer: str, stream: bool
 ) -> None:
     comma = tokenizer.encode(",")[0]
@@ -125,7 +147,7 @@ async def test_token_limits_cut_with_reason_length(running: Any, tokenizer: Any)
     assert params.num_tokens_to_generate == tokenizer.context_length - len(prompt)
 
 
-async def test_a_character_that_the_limit_cuts_shows_as_one_that_is_unreadable(
+async def test_a_character_cut_by_the_token_limit_is_a_replacement_character(
     running: Any, tokenizer: Any, answer: str
 ) -> None:
     tokens = tokenizer.encode(answer)
@@ -166,7 +188,7 @@ async def test_several_prompts_keep_order_and_count_each_once(running: Any, toke
 
 
 @pytest.mark.parametrize("prompt", ["Hello", ["Hello"], [19556], [[19556]]])
-async def test_every_form_of_prompt_reaches_the_backend_as_tokens(running: Any, prompt: Any) -> None:
+async def test_every_type_of_prompt_reaches_the_backend_as_tokens(running: Any, prompt: Any) -> None:
     reply = await running.post("/v1/completions", {**COMPLETION, "prompt": prompt, "echo": True})
     assert running.backend.requests[0][0] == [19556]
     assert reply.json()["choices"][0]["text"].startswith("Hello")
@@ -187,7 +209,7 @@ async def test_an_answer_can_be_sent_back_as_history(running: Any) -> None:
     assert again.choices
 
 
-async def test_sampling_fields_arrive(running: Any) -> None:
+async def test_sampling_fields_reach_the_backend(running: Any) -> None:
     await running.chat(temperature=0.5, top_p=0.9, top_k=40, min_tokens=3, seed=5, ignore_eos=True)
     params = running.backend.requests[0][1]
     assert (params.temperature, params.top_p, params.top_k, params.min_tokens, params.seed) == (0.5, 0.9, 40, 3, 5)
@@ -200,7 +222,7 @@ async def test_sampling_fields_arrive(running: Any) -> None:
     assert running.backend.requests[2][1].top_k == 0
 
 
-async def test_sampling_fields_beyond_openai_arrive(start: Any) -> None:
+async def test_sampling_fields_beyond_openai_reach_the_backend(start: Any) -> None:
     running = await start(allow_priority=True)
     fields = {"min_p": 0.1, "repetition_penalty": 1.2, "presence_penalty": -1, "frequency_penalty": 0.5, "priority": 7}
     others = {"cache_salt": "tenant", "streaming_interval": 4, "include_stop_str_in_output": True, "stop": "x"}
@@ -230,14 +252,14 @@ async def test_sampling_fields_beyond_openai_arrive(start: Any) -> None:
         ({"response_format": {"type": "text"}}, None),
     ],
 )
-async def test_the_form_of_the_answer_arrives(running: Any, fields: dict[str, Any], form: Any) -> None:
+async def test_structured_output_fields_reach_the_backend(running: Any, fields: dict[str, Any], form: Any) -> None:
     for path, body in (("chat/completions", CHAT), ("completions", COMPLETION)):
         reply = await running.post(f"/v1/{path}", {**body, **fields})
         assert reply.status_code == 200, reply.text
         assert running.backend.requests[-1][1].structured_output == form
 
 
-async def test_a_form_that_the_engine_cannot_keep_is_the_fields_fault(running: Any) -> None:
+async def test_a_structured_output_that_the_engine_rejects_names_its_field(running: Any) -> None:
     message = "the regular expression is not closed"
     running.backend.failure = {"code": 400, "type": "InvalidRequest", "message": message, "field": "structured_output"}
     for fields, param in (
@@ -265,3 +287,65 @@ async def test_annotations_and_neutral_values_change_nothing(running: Any, answe
         parallel_tool_calls=True,
     )
     assert reply.json()["choices"][0]["message"]["content"] == answer
+
+
+async def test_a_text_becomes_the_tokens_of_its_prompt(running: Any, tokenizer: Any) -> None:
+    text = "naïve 🦙 river"
+    reply = (await running.post("/tokenize", {"model": "smollm2", "prompt": text, "return_token_strs": True})).json()
+    assert reply["tokens"] == tokenizer.encode(text)
+    assert reply["count"] == len(reply["tokens"])
+    assert reply["max_model_len"] == tokenizer.context_length
+    assert reply["token_strs"][-1] == " river"
+    await running.post("/v1/completions", {"model": "smollm2", "prompt": text})
+    assert running.backend.requests[0][0] == reply["tokens"]
+    back = await running.post("/v1/detokenize", {"tokens": reply["tokens"]})
+    assert back.json() == {"prompt": text}
+
+
+async def test_a_conversation_becomes_the_tokens_of_its_prompt(running: Any, tokenizer: Any) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    for extra in ({}, {"tools": tools}):
+        reply = await running.post("/v1/tokenize", {"messages": messages, **extra})
+        await running.chat(**extra)
+        assert running.backend.requests[-1][0] == reply.json()["tokens"]
+    without = await running.post("/tokenize", {"messages": messages, "add_generation_prompt": False})
+    assert (
+        "assistant\n" not in (await running.post("/detokenize", {"tokens": without.json()["tokens"]})).json()["prompt"]
+    )
+
+
+async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> None:
+    for path, body, param in (
+        ("tokenize", {}, "messages"),
+        ("tokenize", {"prompt": "a", "messages": [{"role": "user", "content": "b"}]}, "messages"),
+        ("tokenize", {"prompt": 5}, "prompt"),
+        ("tokenize", {"prompt": "a", "model": 5}, "model"),
+        ("tokenize", {"prompt": "a", "wrong": 5}, "wrong"),
+        ("detokenize", {"tokens": [49152]}, "tokens"),
+        ("detokenize", {"tokens": ["a"]}, "tokens[0]"),
+        ("detokenize", {"tokens": [-1]}, "tokens[0]"),
+    ):
+        reply = await running.post(f"/{path}", body)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, param), body
+    unknown = await running.post("/tokenize", {"prompt": "a", "model": "other"})
+    assert unknown.status_code == 404
+
+
+@pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
+def test_every_field_is_documented(request_type: Any) -> None:
+    missing = [name for name in request_type.model_fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
+    # structured_outputs is told with its members.
+    assert [name for name in missing if name != "structured_outputs"] == []
+
+
+def test_every_parser_is_documented() -> None:
+    assert all(f"| `{name}` |" in PAGE for name in PARSERS)
+
+
+async def test_every_metric_is_documented(running: Any) -> None:
+    await running.chat(stream=True)
+    lines = (await running.http.get("/metrics")).text.splitlines()
+    names = {line.split()[2] for line in lines if line.startswith("# TYPE megatron_")}
+    told = {name for name in names if f"{name.removeprefix('megatron_').removesuffix('_total')}" in PAGE}
+    assert names - told - {name for name in names if name.endswith("_created")} == set()

@@ -16,15 +16,16 @@ from pydantic import BaseModel
 from pydantic_core import from_json
 
 from megatron_runtime.sampling_params import SamplingParams
-from megatron_runtime.server import json_limits
-from megatron_runtime.server.json_limits import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
-from megatron_runtime.server.schema import (
+from megatron_runtime.server import guards
+from megatron_runtime.server.guards import MAX_CONTAINERS, MAX_DEPTH, JsonLimitError, JsonScan
+from megatron_runtime.server.openai.schema import (
+    FREE_JSON,
     ChatRequest,
     CompletionRequest,
     DetokenizeRequest,
+    Discarded,
     TokenizeRequest,
 )
-from megatron_runtime.server.schema.bounds import FREE_JSON, Discarded
 
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "x"}
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
@@ -95,7 +96,7 @@ class Unbounded(BaseModel):
     anything: Any
 
 
-def test_the_check_above_finds_what_is_unbounded() -> None:
+def test_the_check_above_finds_unbounded_fields() -> None:
     found = set(unbounded(Unbounded.__pydantic_core_schema__, "U", {}))
     assert found == {"U.inner: list", "U.inner: dict", "U.anything: any"}
     assert not bounded_any(Unbounded, ["anything"])
@@ -141,12 +142,14 @@ TOO_COMPLEX: list[tuple[str, bytes]] = [
     ("depth", b'{"model": "smollm2", "metadata": %b}' % (b"[" * 200 + b"]" * 200)),
     ("objects", b'{"messages": [%b]}' % b",".join([b"{}"] * (MAX_CONTAINERS + 1))),
     ("members", b"{%b}" % b",".join(b'"%x": 1' % i for i in range(MAX_CONTAINERS + 1))),
-    ("elements", b'{"prompt": [%b]}' % b",".join([b"1"] * (json_limits.MAX_ELEMENTS + 2))),
+    ("elements", b'{"prompt": [%b]}' % b",".join([b"1"] * (guards.MAX_ELEMENTS + 2))),
     ("brackets", b"]" * (3 * MAX_CONTAINERS)),
 ]
 
 
-async def test_a_body_of_too_many_parts_is_refused_before_it_is_parsed(running: Any, subtests: pytest.Subtests) -> None:
+async def test_a_body_of_too_many_parts_is_rejected_before_it_is_parsed(
+    running: Any, subtests: pytest.Subtests
+) -> None:
     for name, body in TOO_COMPLEX:
         with subtests.test(name=name):
             reply = await running.http.post(
@@ -195,7 +198,7 @@ JSON_IN_TEXT: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
-async def test_json_in_a_text_is_bounded_like_the_body(running: Any, subtests: pytest.Subtests) -> None:
+async def test_json_in_a_string_is_bounded_like_the_body(running: Any, subtests: pytest.Subtests) -> None:
     for path, body, param in JSON_IN_TEXT:
         with subtests.test(param=param, body=str(body)[:200]):
             reply = await running.post(f"/v1/{path}", body)
@@ -214,7 +217,7 @@ EVERYTHING: dict[str, Any] = {
 """Parameters as large as they may be. Choices are sampled, so each has its own seed."""
 
 
-async def test_choices_share_parameters_that_are_checked_once(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_choices_share_parameters_that_are_validated_once(running: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     checks = itertools.count()
     validate = SamplingParams.validate
 
@@ -250,7 +253,7 @@ async def watch(requests: list[Any], jumps: list[int]) -> None:
             jumps.append(len(requests) - before)
 
 
-async def test_a_small_body_cannot_ask_for_much_to_be_sent(running: Any) -> None:
+async def test_a_small_body_cannot_make_the_server_send_much(running: Any) -> None:
     for fields in (
         {**EVERYTHING, "prompt": [[5]] * 1024, "stop": ["é" * 1000 + str(place) for place in range(64)]},
         {**COMPLETION, "guided_choice": ["x" * 50_000], "n": 128, "prompt": ["a"] * 8},
@@ -260,7 +263,7 @@ async def test_a_small_body_cannot_ask_for_much_to_be_sent(running: Any) -> None
     assert running.backend.requests == []
 
 
-async def test_bodies_that_arrive_share_a_budget(start: Any) -> None:
+async def test_bodies_that_are_received_share_a_budget(start: Any) -> None:
     running = await start(max_bodies_bytes=1500, max_body_bytes=1000)
     release = asyncio.Event()
 

@@ -48,7 +48,7 @@ async def test_a_message_carries_its_tokens_and_the_next_prompt_begins_with_them
     assert running.backend.requests[3][0] == again
 
 
-async def test_a_template_that_does_not_end_answers_is_told(start_with_template: Any) -> None:
+async def test_a_template_without_end_tokens_is_reported(start_with_template: Any) -> None:
     running = await start_with_template("{% for m in messages %}{{ m.content }};{% endfor %}")
     carried = {"role": "assistant", "content": "x", "prompt_token_ids": [5], "generation_token_ids": [6]}
     reply = await running.chat(messages=[QUESTION, carried, QUESTION], prevent_retokenization=True)
@@ -56,7 +56,7 @@ async def test_a_template_that_does_not_end_answers_is_told(start_with_template:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_message_tells_of_its_making_what_is_asked_for(
+async def test_a_message_carries_the_requested_token_data(
     running: Any, tokenizer: Any, backend_log_prob: Any, stream: bool
 ) -> None:
     extra = {"return_tokenized_data": True, "return_raw_text": True}
@@ -80,7 +80,7 @@ async def test_a_message_tells_of_its_making_what_is_asked_for(
     assert not {"prompt_token_ids", "generation_token_ids", "generation_log_probs", "raw_text"} & told.keys()
 
 
-async def test_tokens_that_the_model_does_not_have_are_no_history(running: Any, tokenizer: Any) -> None:
+async def test_tokens_outside_the_vocabulary_are_rejected_as_history(running: Any, tokenizer: Any) -> None:
     carried = {"role": "assistant", "content": "x", "prompt_token_ids": [5], "generation_token_ids": [49152]}
     reply = await running.chat(messages=[QUESTION, carried, QUESTION], prevent_retokenization=True)
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "messages[1].generation_token_ids")
@@ -112,9 +112,7 @@ async def test_log_probs_that_a_failover_left_incomplete_are_not_carried(running
 
 
 @pytest.mark.parametrize("path", ["completions", "chat/completions"])
-async def test_a_prompt_begins_with_the_models_first_token_where_that_is_asked_for(
-    running: Any, tokenizer: Any, path: str
-) -> None:
+async def test_add_bos_puts_the_begin_of_sequence_token_first(running: Any, tokenizer: Any, path: str) -> None:
     body = {"model": "smollm2", "temperature": 0, "skip_prompt_log_probs": True, "add_BOS": True}
     own = {"prompt": "Hi"} if path == "completions" else {"messages": [QUESTION]}
     reply = await running.post(f"/v1/{path}", {**body, **own})

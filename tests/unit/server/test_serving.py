@@ -20,7 +20,7 @@ def metric(text: str, name: str) -> float:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_a_stream_aborts_every_choice(running: Any, n: int) -> None:
+async def test_closing_a_stream_aborts_every_choice(running: Any, n: int) -> None:
     running.backend.gate.clear()
     async with running.http.stream("POST", "/v1/chat/completions", json={**CHAT, "stream": True, "n": n}) as reply:
         await anext(reply.aiter_lines())
@@ -28,7 +28,7 @@ async def test_leaving_a_stream_aborts_every_choice(running: Any, n: int) -> Non
     await running.backend.until(open_requests=0, aborted=n)
 
 
-async def test_leaving_while_the_answer_is_prepared_aborts_it(running: Any) -> None:
+async def test_disconnecting_while_the_answer_is_generated_aborts_it(running: Any) -> None:
     running.backend.gate.clear()
     waiting = asyncio.create_task(running.chat(n=2))
     await running.backend.until(open_requests=2)
@@ -36,7 +36,7 @@ async def test_leaving_while_the_answer_is_prepared_aborts_it(running: Any) -> N
     await running.backend.until(open_requests=0, aborted=2)
 
 
-async def test_leaving_before_the_first_token_aborts(running: Any) -> None:
+async def test_disconnecting_before_the_first_token_aborts(running: Any) -> None:
     running.backend.gate.clear()
     running.backend.free_tokens = 0
     waiting = asyncio.create_task(running.chat(stream=True))
@@ -45,7 +45,7 @@ async def test_leaving_before_the_first_token_aborts(running: Any) -> None:
     await running.backend.until(open_requests=0, aborted=1)
 
 
-async def test_a_silent_stream_is_kept_open_by_comments(start: Any, answer: str) -> None:
+async def test_comments_keep_a_silent_stream_open(start: Any, answer: str) -> None:
     running = await start(keep_alive_seconds=0.05)
     running.backend.gate.clear()
     running.backend.free_tokens = 0
@@ -62,7 +62,7 @@ async def test_a_silent_stream_is_kept_open_by_comments(start: Any, answer: str)
     assert "".join(texts) == answer
 
 
-async def test_drain_finishes_what_is_open(start: Any, answer: str) -> None:
+async def test_drain_finishes_open_requests(start: Any, answer: str) -> None:
     running = await start(drain_seconds=30)
     running.backend.gate.clear()
     waiting = asyncio.create_task(running.chat())
@@ -104,7 +104,7 @@ async def test_readiness_names_the_coordinator(start: Any) -> None:
     assert (await running.http.get("/livez")).status_code == 200
 
 
-async def test_requests_wait_for_a_coordinator_that_is_away(start: Any, answer: str) -> None:
+async def test_requests_wait_for_an_unreachable_coordinator(start: Any, answer: str) -> None:
     running = await start(coordinator_wait_seconds=30)
     running.backend.connected = False
     waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (True, False)]
@@ -116,7 +116,7 @@ async def test_requests_wait_for_a_coordinator_that_is_away(start: Any, answer: 
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_coordinator_that_stays_away_is_a_503(start: Any, stream: bool) -> None:
+async def test_a_coordinator_that_stays_unreachable_is_a_503(start: Any, stream: bool) -> None:
     running = await start(coordinator_wait_seconds=0.1)
     running.backend.connected = False
     reply = await running.chat(stream=stream)
@@ -151,7 +151,7 @@ async def test_metrics_count_requests_tokens_times_and_routes(running: Any) -> N
     assert metric(text, "process_resident_memory_bytes") > 1e6
 
 
-async def test_metrics_say_what_waits_and_what_runs(running: Any) -> None:
+async def test_metrics_count_waiting_and_running_choices(running: Any) -> None:
     running.backend.gate.clear()
     running.backend.free_tokens = 0
     waiting = [asyncio.create_task(running.chat(stream=stream)) for stream in (True, True, False)]
@@ -170,12 +170,12 @@ async def test_metrics_say_what_waits_and_what_runs(running: Any) -> None:
     assert metric(text, "megatron_requests_aborted_total") == 1
 
 
-async def test_other_servers_names_can_be_left_out(start: Any) -> None:
+async def test_vllm_metric_names_can_be_left_out(start: Any) -> None:
     running = await start(vllm_metrics=False)
     assert "vllm:" not in (await running.http.get("/metrics")).text
 
 
-async def test_more_open_requests_than_allowed_are_refused_for_now(start: Any) -> None:
+async def test_more_open_requests_than_allowed_get_429(start: Any) -> None:
     running = await start(max_open_requests=3)
     running.backend.gate.clear()
     waiting = asyncio.create_task(running.chat(n=2))
@@ -188,7 +188,7 @@ async def test_more_open_requests_than_allowed_are_refused_for_now(start: Any) -
     assert (await running.chat(n=2)).status_code == 200
 
 
-async def test_requests_that_wait_for_a_coordinator_are_open_too(start: Any) -> None:
+async def test_requests_that_wait_for_a_coordinator_count_as_open(start: Any) -> None:
     running = await start(max_open_requests=1, coordinator_wait_seconds=30)
     running.backend.connected = False
     waiting = asyncio.create_task(running.chat())
@@ -199,7 +199,7 @@ async def test_requests_that_wait_for_a_coordinator_are_open_too(start: Any) -> 
     assert (await waiting).status_code == 200
 
 
-async def test_version_is_told(running: Any) -> None:
+async def test_version_is_reported(running: Any) -> None:
     assert (await running.http.get("/version")).json() == {"version": megatron_runtime.__version__}
 
 

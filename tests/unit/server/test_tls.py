@@ -14,7 +14,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.tls import Certificate, CertificateError
+from megatron_runtime.server.process import Certificate, CertificateError
 
 
 @pytest.fixture
@@ -82,23 +82,23 @@ async def test_an_ordinary_client_verifies_the_server(port: int, authority: trus
             await http.get(f"http://localhost:{port}/livez")
 
 
-async def test_a_renewed_certificate_is_shown_to_new_connections(authority: trustme.CA, tmp_path: Path) -> None:
+async def test_a_renewed_certificate_is_used_for_new_connections(authority: trustme.CA, tmp_path: Path) -> None:
     files = issue(authority, tmp_path)
     certificate = Certificate(*files)
     server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0, ssl=certificate.context)
     async with server:
         number = server.sockets[0].getsockname()[1]
         first = await presented(number)
-        assert not certificate.look()
+        assert not certificate.check()
         files[1].write_text("half a key")
-        assert not certificate.look()
+        assert not certificate.check()
         assert await presented(number) == first
         issue(authority, tmp_path)
-        assert certificate.look()
+        assert certificate.check()
         assert await presented(number) != first
 
 
-def test_a_key_of_another_certificate_is_refused_by_name(authority: trustme.CA, tmp_path: Path) -> None:
+def test_a_key_of_another_certificate_is_rejected_by_name(authority: trustme.CA, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     certificate, _ = issue(authority, tmp_path)
     _, key = issue(authority, tmp_path / "other")

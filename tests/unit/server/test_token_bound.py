@@ -12,8 +12,7 @@ from soak import size
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers
 
 from megatron_runtime.tokenization import Tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
-from megatron_runtime.tokenization.token_bound import UNKNOWN_BYTES_PER_TOKEN, TokenBound
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER, UNKNOWN_BYTES_PER_TOKEN, TokenBound
 
 SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
 PIECES = ["a", "b", "aa", "aaaa", "ab", "Ġ", "ĠĠ", "ĠĠĠĠ", "e", "é", "Ċ"]
@@ -95,7 +94,7 @@ def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
     check()
 
 
-def test_the_bound_of_the_built_in_model_holds_and_is_near(tokenizer: Tokenizer) -> None:
+def test_the_bound_of_the_built_in_model_holds_and_is_tight(tokenizer: Tokenizer) -> None:
     @settings(max_examples=size(100, soak=20_000), deadline=None)
     @given(TEXTS)
     def check(text: str) -> None:
@@ -106,7 +105,7 @@ def test_the_bound_of_the_built_in_model_holds_and_is_near(tokenizer: Tokenizer)
         assert tokenizer.bound.fewest_tokens(text) > 8192, text[:10]
 
 
-def test_words_and_what_a_normalizer_drops_have_a_generous_bound() -> None:
+def test_vocabularies_that_allow_no_proof_have_a_loose_bound() -> None:
     unigram = tokenizers.Tokenizer(models.Unigram([("a", -1.0)], unk_id=0))
     assert len(unigram.encode("aba" * 9).ids) == 1
     for backend in (of_words(), unigram):

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 
 from megatron_runtime.checkpoints.gguf_metadata import GGUFFormatError, read_gguf_metadata
 from megatron_runtime.tokenization import ChatTemplateError, Tokenizer, TokenizerLoadError, load_tokenizer
-from megatron_runtime.tokenization.byte_level import BYTE_OF_CHARACTER
 from megatron_runtime.tokenization.chat_template import ChatTemplate
-from megatron_runtime.tokenization.detokenizer import WindowDetokenizer
+from megatron_runtime.tokenization.tokenizer import WindowDetokenizer
+from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER
 
 WORDS = regex.compile(r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 CHARACTER_OF_BYTE = {byte: character for character, byte in BYTE_OF_CHARACTER.items()}
@@ -91,7 +91,7 @@ def test_encoding_is_that_of_textbook_bpe_on_any_text(
     check()
 
 
-def test_any_unicode_text_survives_the_round_trip(tokenizer: Tokenizer) -> None:
+def test_any_unicode_text_survives_a_round_trip(tokenizer: Tokenizer) -> None:
     @settings(max_examples=200)
     @given(st.text(ENCODABLE))
     def check(text: str) -> None:
@@ -117,7 +117,7 @@ def test_streamed_text_is_the_whole_text_whatever_the_chunks(tokenizer: Tokenize
     check()
 
 
-def test_a_character_is_never_given_out_in_halves(tokenizer: Tokenizer) -> None:
+def test_a_character_is_never_split_between_two_parts(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
     pieces = [detokenizer.feed([id_]) for id_ in tokenizer.encode(MULTI_BYTE)]
     assert "" in pieces
@@ -125,7 +125,7 @@ def test_a_character_is_never_given_out_in_halves(tokenizer: Tokenizer) -> None:
     assert "".join(pieces) + detokenizer.finish() == MULTI_BYTE
 
 
-def test_a_character_left_unfinished_shows_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
     assert detokenizer.feed(tokenizer.encode("🦙")[:1]) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
@@ -157,7 +157,7 @@ def test_lone_surrogate_is_a_value_error(tokenizer: Tokenizer) -> None:
         tokenizer.encode("\ud800")
 
 
-def test_chat_template_errors_say_why(tokenizer: Tokenizer) -> None:
+def test_chat_template_errors_name_the_cause(tokenizer: Tokenizer) -> None:
     with pytest.raises(ChatTemplateError, match="cannot render these messages"):
         tokenizer.render_chat([{"role": "user", "content": None}])
     with pytest.raises(ChatTemplateError, match="'messages' is set by the request"):
@@ -182,7 +182,7 @@ def test_chat_template_helpers_and_sandbox() -> None:
         ChatTemplate("{% for i in range(99999) %}{{ messages[0] * 999 }}{% endfor %}", special={}).render(["x"])  # type: ignore[list-item]
 
 
-def test_hugging_face_directory_reads_the_same(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_a_hugging_face_directory_gives_the_same_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
     tokenizer._backend.save(str(tmp_path / "tokenizer.json"))
     assert tokenizer.chat_template is not None
     (tmp_path / "tokenizer_config.json").write_text(

@@ -24,7 +24,7 @@ def request(**fields: Any) -> dict[str, Any]:
     return {"model": "smollm2", "temperature": 0, "messages": MESSAGES, "tools": TOOLS, **fields}
 
 
-async def test_calls_are_given_back_with_the_text_before_them(running: Any) -> None:
+async def test_calls_are_returned_with_the_text_before_them(running: Any) -> None:
     running.backend.answer = CALLS
     reply = await running.openai.chat.completions.create(**request())
     choice = reply.choices[0]
@@ -36,7 +36,7 @@ async def test_calls_are_given_back_with_the_text_before_them(running: Any) -> N
     assert all(len(id_) == 9 and id_.isalnum() for id_ in ids)
 
 
-async def test_streamed_calls_have_one_name_one_id_and_arguments_in_pieces(running: Any) -> None:
+async def test_streamed_calls_have_one_name_one_id_and_arguments_in_parts(running: Any) -> None:
     running.backend.answer = CALLS
     names: dict[int, str] = {}
     ids: dict[int, str] = {}
@@ -60,7 +60,7 @@ async def test_streamed_calls_have_one_name_one_id_and_arguments_in_pieces(runni
     assert json.loads("".join(pieces[1])) == {}
 
 
-async def test_only_one_call_where_several_are_not_wanted(running: Any) -> None:
+async def test_without_parallel_tool_calls_only_the_first_call_is_returned(running: Any) -> None:
     running.backend.answer = CALLS
     reply = await running.openai.chat.completions.create(**request(parallel_tool_calls=False))
     assert [call.function.name for call in reply.choices[0].message.tool_calls] == ["weather"]
@@ -69,7 +69,7 @@ async def test_only_one_call_where_several_are_not_wanted(running: Any) -> None:
     assert indices == {0}
 
 
-async def test_no_tools_no_calls(running: Any) -> None:
+async def test_without_tools_calls_are_text(running: Any) -> None:
     running.backend.answer = CALLS
     for body in (request(tool_choice="none"), {**request(), "tools": []}):
         reply = await running.openai.chat.completions.create(**body)
@@ -80,7 +80,7 @@ async def test_no_tools_no_calls(running: Any) -> None:
     assert "weather" not in described
 
 
-async def test_a_required_call_is_forced_by_the_form_of_the_answer(running: Any) -> None:
+async def test_a_required_call_is_forced_by_structured_output(running: Any) -> None:
     running.backend.answer = '[{"name": "time", "arguments": {}}]'
     reply = await running.openai.chat.completions.create(**request(tool_choice="required", parallel_tool_calls=False))
     choice = reply.choices[0]
@@ -108,7 +108,7 @@ async def test_a_named_call_has_its_own_schema_and_ends_with_stop(running: Any) 
     assert running.backend.requests[0][1].structured_output == {"type": "json_schema", "value": CITY}
 
 
-async def test_a_call_cut_by_the_token_limit_says_so(running: Any) -> None:
+async def test_a_call_cut_by_the_token_limit_has_reason_length(running: Any) -> None:
     running.backend.answer = CALLS
     for limit in (12, 30):
         reply = await running.openai.chat.completions.create(**request(max_tokens=limit))
@@ -160,7 +160,7 @@ async def test_a_template_with_tools_gets_them_and_the_calls_as_objects(start_wi
     assert 'assistant:Hm[TOOL_CALLS]{"city": "Paris"}abc123def;tool:sunnyabc123def;' in text
 
 
-async def test_a_server_can_be_told_how_calls_are_written_or_that_there_are_none(start: Any) -> None:
+async def test_the_tool_call_parser_can_be_chosen_or_switched_off(start: Any) -> None:
     running = await start(tool_call_parser="llama3_json")
     running.backend.answer = '{"name": "time", "parameters": {}}'
     reply = await running.openai.chat.completions.create(**request())
@@ -172,7 +172,7 @@ async def test_a_server_can_be_told_how_calls_are_written_or_that_there_are_none
         await start(tool_call_parser="hermess")
 
 
-async def test_special_tokens_of_the_format_are_seen(start_with_template: Any) -> None:
+async def test_special_tokens_of_the_format_reach_the_parser(start_with_template: Any) -> None:
     """A marker that the vocabulary has as a special token is no text for anyone but the parser."""
     running = await start_with_template("{{ tools }}{{ messages }}<|python_tag|>", special="<|python_tag|>")
     running.backend.answer = '<|python_tag|>{"name": "time", "parameters": {"a": "b"}}'

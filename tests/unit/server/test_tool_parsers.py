@@ -23,7 +23,7 @@ from megatron_runtime.server.tools import (
     ToolParser,
     parser_of,
 )
-from megatron_runtime.server.tools.json_scan import JsonScanner, Verdict
+from megatron_runtime.server.tools.json_calls import MalformedError, json_value
 
 NAMES = ["f", "get_weather"]
 Read = tuple[str, list[tuple[str, str]]]
@@ -114,7 +114,7 @@ CASES: list[tuple[str, str, str, list[tuple[str, str]]]] = [
 
 
 @pytest.mark.parametrize(("parser", "answer", "text", "calls"), CASES)
-def test_calls_are_read_however_the_answer_is_cut(
+def test_calls_are_parsed_whatever_the_partition_of_the_answer(
     parser: str, answer: str, text: str, calls: list[tuple[str, str]]
 ) -> None:
     draw = random.Random(answer)
@@ -154,9 +154,7 @@ arguments = st.dictionaries(
 
 @settings(max_examples=150)
 @given(calls=st.lists(st.tuples(st.sampled_from(NAMES), arguments), min_size=1, max_size=3), data=st.data())
-def test_whatever_a_model_writes_well_is_read_back(
-    calls: list[tuple[str, dict[str, Any]]], data: st.DataObject
-) -> None:
+def test_well_formed_calls_are_parsed_completely(calls: list[tuple[str, dict[str, Any]]], data: st.DataObject) -> None:
     draw = random.Random(data.draw(st.integers()))
     indent = data.draw(st.sampled_from([None, 2]))
     ascii_only = data.draw(st.booleans())
@@ -180,7 +178,7 @@ JSON_LIKE = st.text(alphabet='{}[]",:\\/tfn0123456789.eE+-u \n<>_a', max_size=40
 
 @settings(max_examples=300)
 @given(text=JSON_LIKE | st.text(max_size=30), parser=st.sampled_from(sorted(PARSERS)), data=st.data())
-def test_any_text_is_kept_or_called_and_never_an_error(text: str, parser: str, data: st.DataObject) -> None:
+def test_any_text_becomes_text_or_calls_and_never_an_error(text: str, parser: str, data: st.DataObject) -> None:
     start = data.draw(st.sampled_from(["", "<tool_call>", "[TOOL_CALLS]", '{"name": "f", "parameters": ', "[f("]))
     draw = random.Random(data.draw(st.integers()))
     whole = read(PARSERS[parser](NAMES), [start + text])
@@ -189,17 +187,26 @@ def test_any_text_is_kept_or_called_and_never_an_error(text: str, parser: str, d
         assert whole[0] == start + text
 
 
+def end_of_value(text: str) -> int | None:
+    """Where the JSON value at the start of `text` ends; None for text without a complete value."""
+    start = len(text) - len(text.lstrip(" \t\n\r"))
+    taken: list[str] = []
+    reading = json_value((text + "\n")[start], taken.append)
+    try:
+        next(reading)
+        for character in (text + "\n")[start + 1 :]:
+            reading.send(character)
+    except StopIteration:
+        return start + len(taken)
+    except MalformedError:
+        pass
+    return None
+
+
 @settings(max_examples=300)
 @given(text=JSON_LIKE | arguments.map(json.dumps) | st.integers().map(str) | st.text().map(json.dumps))
 def test_the_scanner_agrees_with_the_json_library(text: str) -> None:
-    scanner, end = JsonScanner(), None
-    for place, character in enumerate(text + "\n"):
-        verdict = scanner.feed(character)
-        if verdict is Verdict.INVALID:
-            break
-        if verdict is not Verdict.MORE:
-            end = place + (verdict is Verdict.DONE)
-            break
+    end = end_of_value(text)
     try:
         _, expected = json.JSONDecoder().raw_decode(text.lstrip(" \t\n\r"))
         expected += len(text) - len(text.lstrip(" \t\n\r"))

@@ -37,7 +37,7 @@ REJECTED = [
 
 
 @pytest.mark.parametrize("path", ["v1/completions", "v1/chat/completions", "tokenize", "detokenize"])
-async def test_only_json_is_read(running: Any, path: str, subtests: pytest.Subtests) -> None:
+async def test_only_json_bodies_are_accepted(running: Any, path: str, subtests: pytest.Subtests) -> None:
     body = json.dumps(COMPLETION).encode()
     for kind in ACCEPTED:
         with subtests.test(kind=kind):
@@ -82,7 +82,7 @@ async def test_on_loopback_only_its_own_names_are_served(start: Any, subtests: p
                     assert "--allowed-host" in reply.json()["error"]["message"]
 
 
-async def test_on_loopback_only_the_servers_own_page_may_ask(start: Any, subtests: pytest.Subtests) -> None:
+async def test_on_loopback_only_pages_of_the_server_are_accepted(start: Any, subtests: pytest.Subtests) -> None:
     running = await start(allowed_hosts=LOOPBACK_HOSTS)
     own = running.url
     for origin, served in (
@@ -128,7 +128,7 @@ async def test_metrics_and_the_schema_need_a_key_where_keys_are_set(start: Any, 
         assert (await running.http.get(path)).status_code == 200
 
 
-async def test_with_a_health_port_metrics_are_there_only(tmp_path: Path) -> None:
+async def test_with_a_health_port_metrics_are_served_on_it_alone(tmp_path: Path) -> None:
     """`megatron server` as a pod runs it."""
     keys = tmp_path / "keys"
     keys.write_text("secret\n")

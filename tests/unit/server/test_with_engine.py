@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS, eventually
 
+from megatron_runtime.backends.echo.backend import EchoBackend
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
 from megatron_runtime.coordinator.service import Coordinator
-from megatron_runtime.engine.build import build_engine
 from megatron_runtime.engine.settings import EngineSettings
 from megatron_runtime.engine.worker import EngineWorker
 from megatron_runtime.inference_client import InferenceClient
@@ -48,9 +48,9 @@ class Stack:
             max_requests=8,
             kv_cache_memory=1 << 20,
         )
-        loaded = build_engine(engine_settings)
-        self.engine = loaded.engine
-        self.worker = EngineWorker(engine_settings, loaded)
+        backend = EchoBackend(engine_settings)
+        self.engine = backend.core
+        self.worker = EngineWorker(engine_settings, backend)
         self._serving = asyncio.create_task(self.worker.run())
         self.client = InferenceClient(addresses[Role.CLIENT], deserialize=False)
         await self.client.start(connect_timeout_seconds=LONG_SECONDS)
@@ -112,7 +112,7 @@ async def start_stack(start: Any) -> AsyncIterator[StartStack]:
         await stack.end()
 
 
-async def test_answers_stream_or_not_are_the_same(start_stack: StartStack) -> None:
+async def test_streamed_and_whole_answers_are_equal(start_stack: StartStack) -> None:
     stack = await start_stack()
     whole = await stack.running.chat(max_tokens=20, seed=1)
     assert whole.json()["usage"]["completion_tokens"] == 20
@@ -123,7 +123,7 @@ async def test_answers_stream_or_not_are_the_same(start_stack: StartStack) -> No
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_who_leaves_frees_slots_and_pages_at_once(start_stack: StartStack, stream: bool) -> None:
+async def test_a_disconnect_frees_slots_and_pages_at_once(start_stack: StartStack, stream: bool) -> None:
     """Also those of requests that wait for a slot: twelve choices, eight slots."""
     stack = await start_stack(step_seconds=0.01)
     asking = asyncio.create_task(stack.running.chat(n=12, max_tokens=2000, stream=stream))
@@ -137,7 +137,7 @@ async def test_who_leaves_frees_slots_and_pages_at_once(start_stack: StartStack,
     await stack.nothing_is_left()
 
 
-async def test_held_while_paused_and_answered_after(start_stack: StartStack) -> None:
+async def test_requests_are_held_while_paused_and_answered_afterwards(start_stack: StartStack) -> None:
     stack = await start_stack(server={"keep_alive_seconds": 0.05})
     await stack.control(Header.PAUSE)
     comments, texts = 0, []
@@ -154,7 +154,7 @@ async def test_held_while_paused_and_answered_after(start_stack: StartStack) -> 
     assert texts[-1] == "length"
 
 
-async def test_refused_while_paused_where_the_pool_says_so(start_stack: StartStack) -> None:
+async def test_requests_are_rejected_while_paused_with_the_reject_policy(start_stack: StartStack) -> None:
     stack = await start_stack(pause_mode="Reject")
     await stack.control(Header.PAUSE)
     reply = await stack.running.chat()
@@ -180,7 +180,7 @@ async def test_a_full_queue_is_a_429(start_stack: StartStack) -> None:
     assert [reply.status_code for reply in await asyncio.gather(*waiting)] == [200, 200]
 
 
-async def test_a_coordinator_that_comes_back_costs_a_wait_and_no_token(start_stack: StartStack) -> None:
+async def test_a_coordinator_restart_delays_a_stream_and_loses_no_token(start_stack: StartStack) -> None:
     stack = await start_stack(step_seconds=0.01, server={"coordinator_wait_seconds": 30})
     undisturbed = (await stack.running.chat(max_tokens=100, seed=3)).json()["choices"][0]["message"]["content"]
     streaming = asyncio.create_task(stack.running.chat(max_tokens=100, seed=3, stream=True))
@@ -213,7 +213,7 @@ async def test_a_coordinator_that_comes_back_costs_a_wait_and_no_token(start_sta
     assert (await late).status_code == 200
 
 
-async def test_an_answer_says_which_weights_made_it(start_stack: StartStack) -> None:
+async def test_an_answer_names_the_epoch_of_its_weights(start_stack: StartStack) -> None:
     stack = await start_stack()
     assert (await stack.running.chat(max_tokens=3)).json()["system_fingerprint"] == "weights-0"
     ack = await stack.admin.control(Header.SET_GENERATION_EPOCH, operation_id="epoch", fence=1, epoch=7)
@@ -227,7 +227,7 @@ async def test_an_answer_says_which_weights_made_it(start_stack: StartStack) -> 
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_a_profile_is_begun_and_ended_on_every_engine(start_stack: StartStack, prefix: str) -> None:
+async def test_a_profile_starts_and_stops_on_every_engine(start_stack: StartStack, prefix: str) -> None:
     stack = await start_stack(single_port=True)
     asked: list[bool] = []
     stack.engine.executor.profile = asked.append
@@ -243,7 +243,7 @@ async def test_a_profile_is_begun_and_ended_on_every_engine(start_stack: StartSt
     ("single_port", "status", "told"),
     [(True, 500, "engine-0: START_CUDA_PROFILER failed: the echo executor has no CUDA"), (False, 403, "admin")],
 )
-async def test_who_cannot_or_may_not_profile_is_told_why(
+async def test_a_profile_that_is_impossible_or_forbidden_names_the_reason(
     start_stack: StartStack, single_port: bool, status: int, told: str
 ) -> None:
     stack = await start_stack(single_port=single_port)
@@ -254,7 +254,9 @@ async def test_who_cannot_or_may_not_profile_is_told_why(
 
 
 @pytest.mark.parametrize("shared", [False, True])
-async def test_cached_tokens_tell_nothing_of_another_key(start_stack: StartStack, tmp_path: Path, shared: bool) -> None:
+async def test_cached_tokens_reveal_nothing_about_another_key(
+    start_stack: StartStack, tmp_path: Path, shared: bool
+) -> None:
     (tmp_path / "keys").write_text("first\nsecond\n")
     server = {"api_keys_file": tmp_path / "keys", "share_prefix_cache": shared}
     stack = await start_stack(server=server, routing_policy=RoutingPolicy.LONGEST_PREFIX)

@@ -57,7 +57,7 @@ def test_it_answers_the_same_streamed_or_not(client: openai.OpenAI) -> None:
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
 
 
-def test_log_probs_are_those_of_the_likeliest_and_of_the_prompt(client: openai.OpenAI) -> None:
+def test_log_probs_name_the_likeliest_tokens_and_score_the_prompt(client: openai.OpenAI) -> None:
     reply = client.chat.completions.create(
         model=MODEL, messages=QUESTION, temperature=0, max_tokens=6, logprobs=True, top_logprobs=3
     )
@@ -107,7 +107,7 @@ def test_a_forced_call_follows_the_schema(client: openai.OpenAI, choice: Any, st
     assert len(given["city"]) <= 12
 
 
-def test_answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None:
+def test_answers_follow_the_requested_structured_output(client: openai.OpenAI) -> None:
     schema = {"type": "object", "properties": {"age": {"type": "integer"}}, "required": ["age"]}
     schema["additionalProperties"] = False
     form: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": schema}}
@@ -125,7 +125,7 @@ def test_answers_have_the_form_that_was_asked_for(client: openai.OpenAI) -> None
     assert chosen.choices[0].text in ("yes", "no")
 
 
-def test_a_form_that_cannot_be_is_the_fields_fault(client: openai.OpenAI) -> None:
+def test_an_invalid_structured_output_names_its_field(client: openai.OpenAI) -> None:
     for fields in ({"guided_regex": "("}, {"guided_json": {"type": "nonsense"}}, {"guided_grammar": "start: nothing"}):
         with pytest.raises(openai.BadRequestError) as caught:
             client.completions.create(model=MODEL, prompt="x", max_tokens=10, extra_body=fields)

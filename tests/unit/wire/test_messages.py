@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from vectors import VECTORS
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import (
@@ -21,7 +22,6 @@ from megatron_runtime.protocol.messages import (
     tokens_to_bytes,
     unpack,
 )
-from megatron_runtime.protocol.vectors import VECTORS
 
 tokens = st.lists(st.integers(0, 2**31 - 1), max_size=50)
 uids = st.binary(min_size=16, max_size=16)

@@ -12,6 +12,7 @@ import pytest
 from hostile_frames import BOMBS
 from hypothesis import example, given
 from hypothesis import strategies as st
+from vectors import VECTORS
 
 from megatron_runtime.protocol.codec import (
     CONTROL,
@@ -28,7 +29,6 @@ from megatron_runtime.protocol.codec import (
 )
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import decode
-from megatron_runtime.protocol.vectors import VECTORS
 
 ROOT = Path(__file__).parents[3]
 SMALL = UnpackLimits(elements=2000, containers=500, depth=8, text_bytes=100)

@@ -3,10 +3,10 @@
 from pathlib import Path
 
 import pytest
+from vectors import VECTORS, as_markdown
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import Control, Plain, decode, unpack
-from megatron_runtime.protocol.vectors import VECTORS, as_markdown
 
 PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
 

@@ -15,7 +15,7 @@ from zmtp_port import LIMIT, NULL_BEGIN, Port, until
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp import frames
-from megatron_runtime.transport.zmtp.connection import MESSAGES_A_TURN, PeerId
+from megatron_runtime.transport.zmtp.connection import MESSAGES_PER_ITERATION, PeerId
 from megatron_runtime.transport.zmtp.frames import COMMAND
 
 SIZES = [0, 1, 255, 256, 8192, 65536, LIMIT]
@@ -55,7 +55,7 @@ async def test_however_the_bytes_are_cut_the_messages_are_the_same(port: Port) -
 
 
 async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(port: Port) -> None:
-    count = 20 * MESSAGES_A_TURN
+    count = 20 * MESSAGES_PER_ITERATION
     done = asyncio.Event()
     found: list[int] = []
 
@@ -71,7 +71,7 @@ async def test_a_flood_arrives_whole_and_in_order_while_the_loop_stays_awake(por
         turns += 1
         await asyncio.sleep(0)
     assert found == list(range(count))
-    assert turns >= count / MESSAGES_A_TURN / 2, "the loop gets its turn between budgets"
+    assert turns >= count / MESSAGES_PER_ITERATION / 2, "the loop gets its turn between budgets"
     raw.close()
 
 

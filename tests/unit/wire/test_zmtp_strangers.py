@@ -16,7 +16,7 @@ from megatron_runtime.protocol.headers import Role
 from megatron_runtime.transport.security import PeerKeys
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp import router as router_module
-from megatron_runtime.transport.zmtp.connection import FRAMES_A_MESSAGE
+from megatron_runtime.transport.zmtp.connection import MAX_FRAMES
 from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 
 # --- who keeps to nothing ---------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ NONSENSE = {
     + frames.frame(COMMAND, b"\x05READY\x04Name\xff\xff\xff\xff"),
     "a long handshake": frames.greeting(b"NULL", as_server=False) + frames.frame(COMMAND, bytes(5000)),
     "too long a frame": NULL_BEGIN + b"\x02" + (1 << 62).to_bytes(8, "big"),
-    "too many frames": NULL_BEGIN + frames.frame(MORE, b"") * (FRAMES_A_MESSAGE + 1),
+    "too many frames": NULL_BEGIN + frames.frame(MORE, b"") * (MAX_FRAMES + 1),
     "too many bytes in frames": NULL_BEGIN + frames.frame(MORE, bytes(LIMIT // 2 + 1)) * 3,
 }
 

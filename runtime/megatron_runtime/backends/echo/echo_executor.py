@@ -1,7 +1,7 @@
 """An executor without a model: the next token is a hash of all tokens so far, read back from its paged cache.
 
-It costs microseconds and is exact, so that everything around the arithmetic can be tested and measured: a page mapped
-wrongly, a token lost or doubled, a request continued in the wrong place all change the answer.
+It costs microseconds and is exact, so that tests and benchmarks can cover everything around the arithmetic: a page that
+is mapped wrongly, a token lost or doubled, a request continued in the wrong place all change the answer.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
-from megatron_runtime.engine.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
 from megatron_runtime.sampling.log_probs import LogProbs
 
@@ -29,12 +29,12 @@ def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, weights: int
 
 
 def echo_weights(source: str) -> int:
-    """What stands in for the weights at `source`: equal for equal names; 0, as at the start, for "echo"."""
+    """Return what stands in for the weights at `source`: equal for equal names; 0, as at the start, for "echo"."""
     return 0 if source == "echo" else zlib.crc32(source.encode())
 
 
 def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000, weights: int = 0) -> list[int]:
-    """What an echo engine answers to `prompt`."""
+    """Return what an echo engine answers to `prompt`."""
     tokens = list(prompt)
     for _ in range(length):
         tokens.append(echo_token(tokens, vocab_size, weights))
@@ -42,13 +42,13 @@ def echo_answer(prompt: Sequence[int], length: int, *, vocab_size: int = 50_000,
 
 
 def _certain(tokens: npt.NDArray[np.int32]) -> LogProbs:
-    """An echo leaves nothing to chance: every token has the probability 1."""
+    """Log-probabilities of an echo: every token has the probability 1."""
     zeros = np.zeros(len(tokens), np.float32)
     return LogProbs(zeros, tokens[:, None], zeros[:, None])
 
 
 def _nearest_allowed(token: int, allowed: npt.NDArray[np.uint32]) -> int:
-    """The next token at or after `token`, around the end, that a structured answer may have there."""
+    """Return the first token at or after `token`, cyclically, that a structured answer may have there."""
     ids = np.flatnonzero(np.unpackbits(allowed.view(np.uint8), bitorder="little"))
     return int(ids[np.searchsorted(ids, token) % len(ids)])
 

@@ -1,16 +1,145 @@
-"""From a request to an open one, or why an engine cannot take it. No torch."""
+"""From a request to an open one, or why the engine cannot take it. No torch."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.backends.native.executor import Executor
-from megatron_runtime.engine.engine_request import EngineRequest, OpenRequest
+from megatron_runtime.engine.engine_request import EngineRequest, EpochSpans, RequestOutput, RequestSummary, TopLogProbs
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.errors import BlockOverflowError, MaxSequenceLengthOverflowError, TokenOverflowError
+from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.sampling.log_probs import LogProbs
+
+if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
+    from megatron_runtime.sampling.structured_output import GrammarState
+
+
+@dataclass(slots=True, eq=False)
+class OpenRequest:
+    """A request that an engine works on.
+
+    tokens:    prompt and answer; kept here only while it holds no slot.
+    rank:      its place in every queue: (priority, place, arrival), the lowest first. `place` counts the requests of
+               its tenant and priority that came before it; it is 0 while all requests are of one tenant.
+    digests:   of the complete blocks of its prompt.
+    reads_cache: it may take these blocks from the prefix cache.
+    grammar:   what the answer must match, as it stands after `generated_tokens`; None if anything may come.
+    deadline, arrived, admitted, first_token: on the engine's clock.
+    """
+
+    request: EngineRequest
+    tokens: npt.NDArray[np.int32]
+    max_total_tokens: int
+    stop_ids: frozenset[int]
+    rank: tuple[int, int, int]
+    digests: list[bytes]
+    reads_cache: bool
+    deadline: float | None
+    arrived: float
+    grammar: GrammarState | None = None
+    admitted: float | None = None
+    first_token: float | None = None
+    slot: int = -1
+    num_cached_tokens: int = 0
+    policy_epoch: EpochSpans = field(default_factory=list)
+    kv_cache_epoch: EpochSpans = field(default_factory=list)
+    events: list[DynamicInferenceEvent] = field(default_factory=list)
+    prompt_log_probs: list[float] = field(default_factory=list)
+    prompt_top_n_logprobs: list[TopLogProbs] = field(default_factory=list)
+    has_reported_prompt: bool = False
+
+    @property
+    def request_id(self) -> int:
+        return self.request.request_id
+
+    @property
+    def priority(self) -> int:
+        return self.rank[0]
+
+    @property
+    def place(self) -> int:
+        return self.rank[1]
+
+    @property
+    def arrival(self) -> int:
+        return self.rank[2]
+
+    @property
+    def tenant(self) -> str:
+        return self.request.tenant
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.request.prompt_tokens)
+
+    @property
+    def params(self) -> SamplingParams:
+        return self.request.sampling_params
+
+    @property
+    def seed(self) -> int:
+        return self.request.seed
+
+    def prompt_targets(self, start: int, count: int) -> tuple[int, int] | None:
+        """Positions (first, end) of the prompt tokens whose log-probabilities come of computing `count` tokens from
+        `start` on; None where none are wanted. Another engine that began the answer has reported them.
+        """
+        if not self.params.wants_prompt_log_probs or len(self.request.generated_tokens):
+            return None
+        if start == 0 and len(self.prompt_log_probs) < self.prompt_length - 1:
+            # Computed again after a preemption.
+            self.prompt_log_probs.clear()
+            self.prompt_top_n_logprobs.clear()
+        first, end = start + 1, min(start + count + 1, self.prompt_length)
+        return (first, end) if len(self.prompt_log_probs) == start and first < end else None
+
+    def add_prompt_log_probs(self, found: LogProbs) -> None:
+        count = self.params.top_n_logprobs
+        self.prompt_log_probs += found.chosen_N.tolist()
+        self.prompt_top_n_logprobs += [found.row(line, count) for line in range(len(found.chosen_N))] if count else []
+
+    def report_log_probs(self, found: LogProbs, output: RequestOutput) -> None:
+        """Put a sampled token's log-probabilities into its output; with the first one, those of the prompt."""
+        output.new_log_probs = found.chosen_N.tolist()
+        if self.params.top_n_logprobs:
+            output.new_top_n_logprobs = [found.row(0, self.params.top_n_logprobs)]
+        if self.prompt_log_probs and not self.has_reported_prompt:
+            self.has_reported_prompt = True
+            output.prompt_log_probs = self.prompt_log_probs
+            output.prompt_top_n_logprobs = self.prompt_top_n_logprobs or None
+
+    def note(self, kind: DynamicInferenceEventType, payload: Any = None) -> None:
+        self.events.append(DynamicInferenceEvent(kind, payload=payload))
+
+    def stamp_epoch(self, epoch: int, *, total_tokens: int, num_computed: int) -> None:
+        """The weights are of `epoch` from here on. `num_computed` tokens are in the KV cache."""
+        self.policy_epoch = _stamped(
+            self.policy_epoch, total_tokens - 1 if total_tokens > self.prompt_length else 0, epoch
+        )
+        self.kv_cache_epoch = _stamped(self.kv_cache_epoch, num_computed, epoch)
+
+    def summary(self, now: float) -> RequestSummary:
+        admitted = self.admitted if self.admitted is not None else now
+        first_token = self.first_token if self.first_token is not None else now
+        return RequestSummary(
+            queue_seconds=admitted - self.arrived,
+            prefill_seconds=first_token - admitted,
+            decode_seconds=now - first_token,
+            policy_epoch=self.policy_epoch,
+            kv_cache_epoch=self.kv_cache_epoch,
+            events=list(self.events),
+        )
+
+
+def _stamped(spans: EpochSpans, start: int, epoch: int) -> EpochSpans:
+    return [*(span for span in spans if span[0] < start), (start, epoch)]
 
 
 class Admission:
@@ -26,11 +155,13 @@ class Admission:
         self._longest = longest
         self._limit = limit
 
-    def open(self, request: EngineRequest, *, arrival: int, now: float, epoch: int) -> OpenRequest:
-        """`request` as the engine keeps it. Raises the errors of DynamicInferenceEngine.add_request()."""
+    def open(
+        self, request: EngineRequest, *, grammar: GrammarState | None, arrival: int, now: float, epoch: int
+    ) -> OpenRequest:
+        """Return `request` as the engine keeps it. Raises the errors of EngineCore.add_request()."""
         params = request.sampling_params
         tokens = np.concatenate([request.prompt_tokens, request.generated_tokens]).astype(np.int32)
-        self._check(request, tokens)
+        self._check(request, tokens, has_grammar=grammar is not None)
         return OpenRequest(
             request,
             tokens=tokens,
@@ -41,18 +172,19 @@ class Admission:
             reads_cache=self._config.enable_prefix_caching and not params.wants_prompt_log_probs,
             deadline=None if request.deadline_seconds is None else now + request.deadline_seconds,
             arrived=now,
+            grammar=grammar,
             policy_epoch=[(0, epoch)],
             kv_cache_epoch=[(0, epoch)],
         )
 
-    def _check(self, request: EngineRequest, tokens: npt.NDArray[np.int32]) -> None:
+    def _check(self, request: EngineRequest, tokens: npt.NDArray[np.int32], *, has_grammar: bool) -> None:
         prompt, params, vocabulary = len(request.prompt_tokens), request.sampling_params, self._executor.vocab_size
         if prompt == 0:
             raise ValueError("prompt is empty: give at least one token")
         if tokens.min() < 0 or tokens.max() >= vocabulary:
             raise ValueError(f"prompt has a token outside the vocabulary of {vocabulary}")
         params.check_vocabulary(vocabulary)
-        if params.structured_output is not None and request.grammar is None:
+        if params.structured_output is not None and not has_grammar:
             raise InvalidSamplingParamsError(
                 "structured_output", params.structured_output["type"], "an engine whose model has a tokenizer"
             )
@@ -96,8 +228,8 @@ class Admission:
         return block_digests(request.prompt_tokens, self._config.block_size_tokens, salt=salt)
 
 
-def refuse_what_is_not_done(config: InferenceConfig) -> None:
-    """Raise InvalidConfigError for the first field that asks for what this engine does not do."""
+def check_config(config: InferenceConfig) -> None:
+    """Raise InvalidConfigError for the first field that asks for something that this engine does not do."""
     config.require_default("num_speculative_tokens", because="this engine generates one token a step")
     config.require_default("unified_memory_level", because="this engine keeps its KV cache in one kind of memory")
     config.require_default("paused_buffer_size_gb", because="this engine preempts requests instead of pausing them")

@@ -1,6 +1,6 @@
-"""The seam between scheduling and arithmetic: a step plan goes in, sampled tokens come out.
+"""The interface between scheduling and arithmetic: a step plan goes in, sampled tokens come out. No torch.
 
-An executor is one rank, many ranks, or an echo; the scheduler cannot tell.
+The scheduler does not know whether an executor is one rank, many ranks, or an echo.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class StepPlan:
     context_lengths:  int32 [n]; tokens of each row in the KV cache after this step.
     block_tables:     int32 [n, P]; pages of each row, padded with the dummy page.
     slot_mapping:     int64 [T]; where each token's key and value go: page · page_size + offset.
-    needs_sample:     bool [n]; draw a token after the row's last one.
-    sampling:         how, and what to report of it.
+    needs_sample:     bool [n]; sample a token after the row's last one.
+    sampling:         parameters of the samples, and what to report of them.
     """
 
     token_ids: Int32
@@ -46,7 +46,7 @@ class StepPlan:
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """tokens:           int32 [n], −1 where nothing was sampled.
-    log_probs:        of the rows whose num_log_probs asks for them, by row; one line each.
+    log_probs:        by row, of the rows whose num_log_probs asks for them; one line each.
     prompt_log_probs: by row of `sampling.prompt_targets`: a line for each target.
     """
 
@@ -65,7 +65,7 @@ class NoCudaProfilerError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Runs steps. Sizes are known before load(), from the model's metadata and the memory given.
+    """Runs steps. Sizes are known before load(), from the model's metadata and the given amount of memory.
 
     num_pages counts the dummy page, the last one.
     """
@@ -85,36 +85,36 @@ class Executor(Protocol):
     def has_weights(self) -> bool: ...
     @property
     def digest(self) -> str:
-        """Of the weights that were loaded last; empty before. May be read from any thread."""
+        """Digest of the last loaded weights; empty before the first load. May be read from any thread."""
 
     def load(self) -> None:
-        """Have verified weights and the KV pool, with what was kept of it: whatever of these is missing.
+        """Load verified weights and allocate the KV pool with the pages that were kept, as far as they are missing.
 
-        Raises, with what was missing still missing: weights that are not sound, or too little memory.
+        Raises if the weights are not sound or memory is short; nothing that was missing is there then.
         """
 
     def release_weights(self) -> None:
-        """Give the memory of the weights back, of staged ones too."""
+        """Release the memory of the weights, including staged ones."""
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
-        """Give the KV pool back. What `keep_pages` hold is kept elsewhere, and there again after load()."""
+        """Release the KV pool. load() restores the contents of `keep_pages`."""
 
     def use_source(self, source: str) -> None:
-        """load() reads these weights from now on; only while none are loaded."""
+        """Make load() read these weights from now on; only while no weights are loaded."""
 
     def stage_weights(self, source: str) -> None:
-        """Read and verify weights beside those in use. The only method that may run beside a step, in another thread.
+        """Read and verify weights beside those in use. The only method that may run during a step, on another thread.
 
         Raises ValueError naming what differs from the weights in use, with both values.
         """
 
     def swap_weights(self) -> None:
-        """The staged weights are in use from here on."""
+        """Use the staged weights from now on."""
 
     def drop_staged(self) -> None:
-        """Forget what was staged, if anything."""
+        """Discard the staged weights, if any."""
 
     def profile(self, active: bool) -> None:
-        """Begin, or end, the range that a CUDA profiler around this process records. Raises NoCudaProfilerError."""
+        """Begin or end the range that a CUDA profiler of this process records. Raises NoCudaProfilerError."""
 
     def execute(self, plan: StepPlan) -> StepResult: ...

@@ -1,4 +1,4 @@
-"""How much memory this process may still take. No torch."""
+"""How much memory this process may still allocate. No torch."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _MEMINFO = Path("/proc/meminfo")
 
 
 class MemoryShortError(RuntimeError):
-    """There is not enough memory for what is to be loaded. The message names both amounts and the remedy."""
+    """Memory is too short for a load. The message names both amounts and the remedy."""
 
 
 def require_memory(needed: int, *, what: str, available: int | None = None) -> None:
-    """Raise MemoryShortError unless `needed` bytes are available; `available` defaults to what the system says."""
+    """Raise MemoryShortError unless `needed` bytes are available; `available` defaults to what the system reports."""
     if available is None:
         available = available_bytes()
     if available is not None and needed > available:
@@ -24,7 +24,7 @@ def require_memory(needed: int, *, what: str, available: int | None = None) -> N
 
 
 def available_bytes(cgroup: Path = _CGROUP, meminfo: Path = _MEMINFO) -> int | None:
-    """What the machine and the container's limit leave; None where the system does not tell."""
+    """Bytes that the machine and the container's limit leave; None if the system does not report it."""
     left = [amount for amount in (_of_machine(meminfo), _of_container(cgroup)) if amount is not None]
     return min(left, default=None)
 
@@ -39,7 +39,7 @@ def _of_machine(meminfo: Path) -> int | None:
 
 
 def _of_container(cgroup: Path) -> int | None:
-    """Limit less use, where control groups v2 set one; page cache that can be dropped is not use."""
+    """Limit less use, if control groups v2 set a limit. Page cache that can be dropped does not count as use."""
     limit, current, stat = cgroup / "memory.max", cgroup / "memory.current", cgroup / "memory.stat"
     if not (limit.is_file() and current.is_file() and stat.is_file()) or limit.read_text().strip() == "max":
         return None

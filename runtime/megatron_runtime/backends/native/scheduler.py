@@ -1,14 +1,15 @@
-"""Who runs in the next step, with how many tokens. Owns the queues; slots and pages belong to the context. No torch.
+"""The requests of the next step, and their numbers of tokens. Owns the queues, not the slots and pages. No torch.
 
-A request's place in every queue is (priority, order of arrival). It keeps it when it is preempted, and the last in line
-is preempted first: the first in line always gets on, so nobody starves but behind lower priority numbers.
+Both queues are ordered by rank: (priority, place among the tenant's requests, arrival). A preempted request keeps its
+rank, and the last request in the queue is preempted first. So the first request always makes progress, and a request
+starves only behind lower priority numbers.
 
-Who waits takes the place of who runs only where its priority number is lower, and only where that makes room for it.
-So requests of one priority never take turns, and who was preempted waits for room of its own.
+A waiting request preempts running ones only if their priority number is higher, and only if that makes room for it. So
+requests of one priority never alternate, and a preempted request waits until there is room.
 
-Requests of several tenants are interleaved: of one priority, the first request of each tenant goes first, then the
-second of each, and so on. The n-th request of a tenant may also take the place of a later one than the n-th of another
-tenant. So each tenant gets an equal share of slots, pages and prompt tokens, as far as it has requests for it.
+Requests of several tenants are interleaved: within a priority, the first request of each tenant comes first, then the
+second of each, and so on. The n-th request of a tenant may also preempt a request beyond the n-th of another tenant.
+So each tenant gets an equal share of slots, pages and prompt tokens, as far as it has requests.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from megatron_runtime.backends.native.admission import OpenRequest
 from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
 from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock
-from megatron_runtime.engine.engine_request import OpenRequest
 from megatron_runtime.requests.config import InferenceConfig
 from megatron_runtime.requests.events import DynamicInferenceEventType as Event
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """The rows of a step: counts int32 [n] tokens of each of slots int64 [n]; who needs a sample after them."""
+    """The rows of a step: counts int32 [n], tokens of each of slots int64 [n]; needs_sample bool [n]."""
 
     requests: list[OpenRequest]
     slots: npt.NDArray[np.int64]
@@ -49,10 +50,10 @@ def _rank(request: OpenRequest) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """open:               every request, by id; each is in `waiting` or `running`, which are in the order of rank.
-    preemptions:        requests whose pages were taken for others.
-    coordination_waits: steps that a request sat out because another was computing its prefix.
-    cache_queries, cache_hits: prompt tokens looked for in the prefix cache, and found.
+    """open:               every request, by id; each is in `waiting` or `running`, which are ordered by rank.
+    preemptions:        how often a request lost its pages to others.
+    coordination_waits: steps that a request skipped because another request was computing its prefix.
+    cache_queries, cache_hits: prompt tokens looked up in the prefix cache, and found.
     """
 
     def __init__(self, context: DynamicInferenceContext, config: InferenceConfig) -> None:
@@ -66,12 +67,12 @@ class Scheduler:
         self._context = context
         self._config = config
         self._tenants: Counter[str] = Counter()
-        """Open requests of each tenant."""
+        """Number of open requests by tenant."""
         self._is_interleaved = False
         self._has_changed = False
-        """Requests were added or removed since tenants were interleaved."""
+        """Whether requests were added or removed since the last interleaving."""
         self._deadlines: list[tuple[float, int]] = []
-        """(deadline, request id); entries of requests that have ended are skipped."""
+        """(deadline, request id); entries of ended requests are skipped."""
 
     # --- queues -------------------------------------------------------------------------------------------------
 
@@ -86,7 +87,7 @@ class Scheduler:
                 self._deadlines = sorted(entry for entry in self._deadlines if self._is_deadline(*entry))
 
     def remove(self, request: OpenRequest) -> None:
-        """Forget it and free what it holds, now."""
+        """Remove the request, and free its slot and pages."""
         del self.open[request.request_id]
         self._tenants[request.tenant] -= 1
         if not self._tenants[request.tenant]:
@@ -98,7 +99,7 @@ class Scheduler:
             _discard(self.waiting, request)
 
     def overdue(self, now: float) -> list[OpenRequest]:
-        """Requests whose deadline has come; each is named once."""
+        """Requests whose deadline has passed; each is returned once."""
         overdue = []
         while self._deadlines and self._deadlines[0][0] <= now:
             entry = heapq.heappop(self._deadlines)
@@ -111,12 +112,12 @@ class Scheduler:
         return request is not None and request.deadline == deadline
 
     def preempt_all(self) -> None:
-        """Every running request waits, with the tokens it has; its KV is computed again."""
+        """Move every running request to the waiting queue with its tokens; its KV is computed again."""
         while self.running:
             self._requeue(self.running[-1])
 
     def _requeue(self, request: OpenRequest) -> None:
-        """Preempt: the request waits in its place, with the tokens it has."""
+        """Preempt a request: it waits at its rank, with its tokens."""
         request.tokens = self._context.tokens_of(request.slot).copy()
         request.note(Event.EVICT)
         self._release(request)
@@ -128,7 +129,7 @@ class Scheduler:
         _discard(self.running, request)
 
     def _interleave(self) -> None:
-        """Give each request its place among those of its tenant, and put the queues into the order of rank."""
+        """Set each request's place among those of its tenant, and sort the queues by rank."""
         has_several = len(self._tenants) > 1
         if has_several or self._is_interleaved:
             for request, place in zip(self.open.values(), self._places(), strict=True):
@@ -150,8 +151,8 @@ class Scheduler:
     # --- a step -------------------------------------------------------------------------------------------------
 
     def schedule(self, *, now: float, epoch: int) -> StepRows | None:
-        """Choose the rows of the next step: one token of each decode, then prompts in the order of rank, under way or
-        just admitted, while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
+        """Choose the rows of the next step: one token of each decode, then prompts by rank, partly computed or newly
+        admitted, while tokens and pages last. max_tokens >= max_requests, so every decode has its token.
         """
         if self._has_changed:
             self._interleave()
@@ -175,7 +176,7 @@ class Scheduler:
         return StepRows(requests, _slots(requests), counts[chosen], counts[chosen] == left[chosen])
 
     def _without_mask(self) -> list[int]:
-        """Running requests, by place, whose grammar still computes what may come next."""
+        """Indices of running requests whose grammar is still computing the mask of the next token."""
         return [
             place
             for place, request in enumerate(self.running)
@@ -183,12 +184,12 @@ class Scheduler:
         ]
 
     def fresh_masks(self) -> list[GrammarState]:
-        """Grammars of running requests that compute a mask which no step has waited for yet."""
+        """Grammars of running requests that compute a mask for which no step has waited yet."""
         states = [self.running[place].grammar for place in self._without_mask()]
         return [state for state in states if state is not None and state.is_fresh()]
 
     def wait_for_mask(self, seconds: float) -> None:
-        """Wait for the mask of the first request that lacks one, at most so long; return at once where none does."""
+        """Wait up to `seconds` for the mask of the first request without one; return at once if all have one."""
         for place in self._without_mask()[:1]:
             state = self.running[place].grammar
             assert state is not None
@@ -199,7 +200,7 @@ class Scheduler:
 
     @staticmethod
     def _shares(left: npt.NDArray[np.int32], budget: int) -> npt.NDArray[np.int32]:
-        """How many of the tokens that are left each request computes: decodes their one, then prompts in order."""
+        """Number of tokens that each request computes: one for each decode, then those of prompts in order."""
         shares = np.minimum(left, 1)
         prompts = left > 1
         wanted = left[prompts]
@@ -208,9 +209,7 @@ class Scheduler:
         return shares
 
     def _grow(self) -> OpenRequest | None:
-        """Give each request the page that its newest token needs, preempting the last in line. Returns the first in
-        line of those that were preempted.
-        """
+        """Add the pages that newest tokens need, preempting the last requests. Returns the first preempted one."""
         victim = None
         for index in self._context.short_of_pages(_slots(self.running)):
             request = self.running[index] if index < len(self.running) else None
@@ -225,11 +224,11 @@ class Scheduler:
         self.preemptions += len(victims)
 
     def _admit(self, victim: OpenRequest | None, *, now: float, epoch: int) -> None:
-        """Take waiting requests into slots, in order, up to `victim`, whom this step preempted. Only who waits for a
-        prefix under computation is overtaken.
+        """Admit waiting requests in order, up to `victim`, which this step preempted. A request is overtaken only while
+        it waits for a prefix under computation.
 
-        A request gets the pages of all its tokens at once, and only where a page is left for each running request:
-        what was admitted is not preempted by the next few steps.
+        A request gets the pages of all its tokens at once, and only if a page is left for each running request, so the
+        next few steps do not preempt it.
         """
         context = self._context
         for request in list(self.waiting):
@@ -251,15 +250,15 @@ class Scheduler:
             if victims:
                 self._preempt(victims)
                 victim = victims[0]
-                # What only they held may be forgotten now.
+                # Blocks that only they held may have been evicted.
                 matched = context.match(request.digests, total) if request.reads_cache else []
             slot = context.admit(request, matched, spare_pages=len(self.running))
             assert slot is not None, "room was made before"
             self._admitted(request, slot, num_cached=context.tokens_of_blocks(matched), now=now, epoch=epoch)
 
     def _victims(self, request: OpenRequest, matched: Sequence[CachedBlock]) -> list[OpenRequest] | None:
-        """Whom `request` takes the place of: of those that give way to it the last in line, as few as make room for
-        it. None where even all of them would not.
+        """The requests to preempt for `request`: the last of those that give way to it, as few as make room. None if
+        even all of them would not make room.
         """
         others = len(self.running)
         lower = [other for other in self.running if _gives_way(other, request)]
@@ -276,8 +275,8 @@ class Scheduler:
         return lower[len(lower) - count :]
 
     def _tokens_for(self, request: OpenRequest, *, without: Sequence[OpenRequest]) -> int:
-        """Tokens of a step that are left to `request` when those of `without` have gone: each decode has its one, and
-        prompts before it in line all they want.
+        """Tokens of a step that are left for `request` without the requests `without`: each decode gets one, and
+        prompts of lower rank get all they need.
         """
         staying = [other for other in self.running if other not in without] if without else self.running
         left = self._left(staying)

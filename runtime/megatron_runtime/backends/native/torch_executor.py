@@ -1,38 +1,114 @@
-"""One rank that runs a model with torch, on the device it is given."""
+"""An executor that runs a model with torch: what the CPU and GPUs have in common."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Protocol, TypedDict
 
 import torch
 
-from megatron_runtime.backends.native.device import Device, PartRunner, Processor
-from megatron_runtime.backends.native.executor import Int64, StepPlan, StepResult
-from megatron_runtime.backends.native.text_generation_controller import TextGenerationController
+from megatron_runtime.backends.native.executor import Int32, Int64, NoCudaProfilerError, StepPlan, StepResult
+from megatron_runtime.backends.native.kv.pool import KVPool
+from megatron_runtime.backends.native.micro_batches import MicroBatch, Rows, cut
+from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.backends.native.weight_store import WeightStore
 from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.distributed.groups import Groups
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.cpu import default_threads
+from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.weights import require_divisible
+from megatron_runtime.requests.config import LogprobsMode
+from megatron_runtime.sampling.batch import Float32
+from megatron_runtime.sampling.sampler import sample_step
 
-if TYPE_CHECKING:
-    from megatron_runtime.backends.native.stage_runner import Parts
-    from megatron_runtime.distributed.groups import Groups
-    from megatron_runtime.tokenization import Tokenizer
+Parts = list[tuple[Rows, StepResult]]
+
+LOGIT_ROWS = 64
+"""Prompt tokens whose logits exist at once: with a vocabulary of 128k that is 32 MiB."""
 
 
-class TorchExecutor:
-    """Implements Executor. Making one reads the model's headers; `load` reads the weights.
+class LogitModel(Protocol):
+    """Computes logits_NV of last hidden states."""
 
-    controller:      samples; it has the model while the weights are loaded. None makes one with the source's tokenizer.
-    dtype:           "auto" (bfloat16 where the device computes in it, else float32), "float32", "bfloat16", ….
-    kv_cache_memory: bytes of the KV cache. On a processor, the operating system provides them as they are written.
-    max_sequence_length: prompt + generated tokens; None means what the model was made for.
+    def logits(self, x_ND: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStep:
+    """Implements StepLogits: the output of a forward pass, copied to the host as it is needed.
+
+    sampled_rows: int64 [n]; the plan's rows that need a token.
+    at:           their rows of logits_BV and tokens_B.
+    logits_BV:    logits, in the model's type. tokens_B: int32, drawn from them; None if the host samples.
+    x_TD:         hidden states of prompt tokens, from which `model` computes logits.
+    targets:      (row of the plan, where its prompt targets lie in x_TD).
+    """
+
+    sampled_rows: Int64
+    at: Int64 | slice
+    logits_BV: torch.Tensor
+    tokens_B: torch.Tensor | None
+    model: LogitModel
+    x_TD: torch.Tensor | None
+    targets: list[tuple[int, slice]]
+
+    def draw(self) -> Int32 | None:
+        """Waits for the device."""
+        return None if self.tokens_B is None else self.tokens_B.cpu().numpy()[self.at]
+
+    def sampled_logits(self, which: Int64 | None = None) -> Float32:
+        at: slice | torch.Tensor
+        if isinstance(self.at, slice):
+            at = self.at if which is None or len(which) == len(self.sampled_rows) else torch.from_numpy(which)
+        else:
+            at = torch.from_numpy(self.at if which is None else self.at[which]).to(self.logits_BV.device)
+        return _on_host(self.logits_BV[at])
+
+    def prompt_logits(self) -> Iterator[tuple[int, int, Float32]]:
+        for row, where in self.targets:
+            assert self.x_TD is not None, "a step with prompts is not replayed from a graph"
+            for start in range(where.start, where.stop, LOGIT_ROWS):
+                part_ND = self.x_TD[start : min(start + LOGIT_ROWS, where.stop)]
+                yield row, start - where.start, _on_host(self.model.logits(part_ND))
+
+    def share_logits(self) -> None:
+        for _ in self.prompt_logits():  # the forward pass gathered those of the sampled rows
+            pass
+        self.draw()
+
+
+class TorchOptions(TypedDict, total=False):
+    """Options of every TorchExecutor.
+
+    max_sequence_length: prompt + generated tokens; None means the model's limit.
     page_size:       tokens of a KV page.
-    threads:         threads of torch; None means one for each processor, within the limit of the container.
-    device:          where the model runs, and how; None is the processor.
-    groups:          of a rank that holds a part of the model: how it speaks to the others. It runs execute_part().
+    threads:         torch threads; None means one for each CPU, within the container's limit.
+    groups:          of a rank that holds a part of the model: its exchanges with the other ranks.
+    logprobs_mode:   "raw_logprobs" of the model's own logits, "processed_logprobs" of those that tokens are drawn from.
+    """
+
+    max_sequence_length: int | None
+    page_size: int
+    threads: int | None
+    groups: Groups | None
+    logprobs_mode: LogprobsMode
+
+
+class TorchExecutor(ABC):
+    """Implements Executor, for one kind of device. Creating one reads the model's headers; load() reads the weights.
+
+    A rank that holds a part of the model (`groups`) runs execute_part(), all others execute().
+
+    controller:      the model's text; None makes one with the source's tokenizer.
+    dtype, cache_dtype: of activations, and of keys and values.
+    linears:         makes the factory of the model's matrices.
+    require_memory:  called as require_memory(bytes, what=...) before a load; raises MemoryShortError.
+    kv_cache_memory: bytes of the KV cache. On the CPU, the operating system provides them as they are written.
 
     Raises:
         ValueError: a value does not fit the model; the message names it and the remedy.
@@ -41,47 +117,67 @@ class TorchExecutor:
     def __init__(
         self,
         source: ModelSource,
-        controller: TextGenerationController | None = None,
+        controller: ModelText | None = None,
         *,
-        dtype: str = "auto",
+        device: torch.device,
+        dtype: torch.dtype,
+        cache_dtype: torch.dtype,
+        linears: Callable[[], LinearFactory],
+        require_memory: Callable[..., None],
         kv_cache_memory: int,
         max_sequence_length: int | None = None,
         page_size: int = 16,
         threads: int | None = None,
-        device: Device | None = None,
         groups: Groups | None = None,
+        logprobs_mode: LogprobsMode = "raw_logprobs",
     ) -> None:
-        self.controller = controller or TextGenerationController(None, lambda: _load_tokenizer(source))
-        self._device = device = device or Processor()
-        self._dtype = device.select_dtype(dtype)
+        self.controller = controller or ModelText.of_model(source)
+        self.device, self.dtype, self.page_size = device, dtype, page_size
         self._groups = groups
+        self._threads = threads
+        self._reports_raw = logprobs_mode == "raw_logprobs"
         shard = groups.shard if groups is not None else Shard()
-        self._store = WeightStore(source, self._dtype, device, shard=shard)
-        config = self._store.config
+        self._store = WeightStore(source, dtype, linears, require_memory=require_memory, shard=shard)
+        self.model_config = config = self._store.config
         require_divisible(config, shard)
-        self.vocab_size = config.vocab_size
-        self.controller.padded_vocab_size = config.vocab_size
+        self.vocab_size = self.controller.padded_vocab_size = config.vocab_size
         self.eos_ids = config.eos_token_ids
-        self.page_size = page_size
         self.max_sequence_length = _longest_sequence(max_sequence_length, config)
         width = 2 * len(shard.kv_heads(config.num_kv_heads)) * config.head_dim
-        cache_dtype = device.cache_dtype(self._dtype)
         # All ranks have the same pages, as many as fit on a rank with the most layers.
         most_layers = len(ParallelSizes(pipeline=shard.pipeline_size).shard(0).layers(config.num_layers))
         self.num_pages = _num_pages(kv_cache_memory, most_layers * width * cache_dtype.itemsize * page_size)
-        self._threads = threads
-        self._pool = device.kv_pool(
-            layers=len(shard.layers(config.num_layers)),
-            pages=self.num_pages,
-            page_size=page_size,
-            width=width,
-            dtype=cache_dtype,
-        )
-        self._stage: PartRunner | None = None
+        layers = len(shard.layers(config.num_layers))
+        self._pool = KVPool((layers, self.num_pages, page_size, width), dtype=cache_dtype, device=device)
+
+    # --- the device ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _use_model(self, weights: DecoderWeights | None) -> None:
+        """Build the model of `weights`; None drops the model. Raises ValueError if the device cannot run it."""
+
+    @abstractmethod
+    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+        """Compute the plan's tokens, and write their keys and values to the cache."""
+
+    @abstractmethod
+    def _forward_part(
+        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
+    ) -> ForwardStep | None:
+        """This rank's part of one micro-batch of `plan`. Returns None in all pipeline stages but the last."""
+
+    @abstractmethod
+    def _trim_memory(self) -> None:
+        """Return freed memory to the operating system or the device."""
+
+    def profile(self, active: bool) -> None:
+        raise NoCudaProfilerError("the CPU")
+
+    # --- weights and memory -------------------------------------------------------------------------------------
 
     @property
     def weight_bytes(self) -> int:
-        """Read by a step; about, before the weights are loaded."""
+        """Bytes of the weights that a step reads; approximate before the weights are loaded."""
         return self._store.weights.bytes_per_step if self._store.weights is not None else self._store.num_bytes
 
     @property
@@ -93,24 +189,37 @@ class TorchExecutor:
         return self._pool.cache_LPXE is not None
 
     @property
+    def cache_LPXE(self) -> torch.Tensor:
+        """The KV cache. Raises RuntimeError while weights or cache are not loaded."""
+        cache_LPXE = self._pool.cache_LPXE
+        if cache_LPXE is None or not self.has_weights:
+            raise RuntimeError("the model's weights and its KV cache are not loaded: load() or resume first")
+        return cache_LPXE
+
+    @property
     def digest(self) -> str:
         return self._store.digest or ""
 
+    @torch.inference_mode()
     def load(self) -> None:
         torch.set_num_threads(self._threads if self._threads is not None else default_threads())
         if not self.has_weights:
             self._store.load()
-            self._use_weights()
+            try:
+                self._use_model(self._store.weights)
+            except BaseException:
+                self.release_weights()
+                raise
         self._pool.allocate()
 
     def release_weights(self) -> None:
-        self.controller.inference_wrapped_model = self._stage = None
+        self._use_model(None)
         self._store.release()
-        self._device.return_freed_memory()
+        self._trim_memory()
 
     def release_kv(self, keep_pages: Int64 | None) -> None:
         self._pool.release(keep_pages)
-        self._device.return_freed_memory()
+        self._trim_memory()
 
     def use_source(self, source: str) -> None:
         self._store.use_source(source)
@@ -118,55 +227,61 @@ class TorchExecutor:
     def stage_weights(self, source: str) -> None:
         self._store.stage(source)
 
+    @torch.inference_mode()
     def swap_weights(self) -> None:
         self._store.swap()
-        self._use_weights()
-        self._device.return_freed_memory()
+        self._use_model(self._store.weights)
+        self._trim_memory()
 
     def drop_staged(self) -> None:
         self._store.drop_staged()
 
-    def profile(self, active: bool) -> None:
-        self._device.profile(active)
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        cache_LPXE = self._pool.cache_LPXE
-        if cache_LPXE is None or not self.has_weights:
-            raise RuntimeError("execute() before load()")
-        return self.controller.generate_step(plan, cache_LPXE)
-
-    def execute_part(self, plan: StepPlan) -> Parts:
-        """This rank's share of a step that all ranks of `groups` run: see PartRunner."""
-        cache_LPXE = self._pool.cache_LPXE
-        if cache_LPXE is None or self._stage is None:
-            raise RuntimeError("execute_part() before load(), or without groups")
-        return self._stage.run(plan, cache_LPXE)
+    # --- a step -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _use_weights(self) -> None:
-        config, weights = self._store.config, self._store.weights
-        assert weights is not None, "load() or swap() first"
-        if self._groups is None:
-            self.controller.inference_wrapped_model = self._device.runner(
-                config, weights, page_size=self.page_size, dtype=self._dtype, max_length=self.max_sequence_length
-            )
-            return
-        self._stage = self._device.stage_runner(
-            config,
-            weights,
-            groups=self._groups,
-            controller=self.controller,
-            page_size=self.page_size,
+    def execute(self, plan: StepPlan) -> StepResult:
+        return self._sample(self._forward(plan, self.cache_LPXE), plan)
+
+    @torch.inference_mode()
+    def execute_part(self, plan: StepPlan) -> Parts:
+        """Compute this rank's part of a step that all ranks of `groups` run.
+
+        Returns the tokens that this rank sampled, with their rows of the plan. The first tensor rank of the last
+        pipeline stage samples the rows of its expert rank; all others sample none.
+        """
+        groups, cache_LPXE = self._groups, self.cache_LPXE
+        if groups is None:
+            raise RuntimeError("execute_part() is for a rank of several: construct with groups=")
+        shard, parts = groups.shard, Parts()
+        for batch in cut(
+            plan,
+            shard.sizes,
+            expert_rank=shard.expert_rank,
             dummy_page=self.num_pages - 1,
-            dtype=self._dtype,
-            max_length=self.max_sequence_length,
-        )
+            page_size=self.page_size,
+        ):
+            step = self._forward_part(plan, batch, cache_LPXE, groups)
+            if step is None:
+                continue
+            groups.progress.reach("sampling")
+            if shard.tensor_rank != 0:
+                step.share_logits()
+                continue
+            result = self._sample(step, batch.plan)
+            if not len(step.sampled_rows):
+                step.draw()  # waits for the device: a step that is reported as done has been computed
+            if len(batch.rows):
+                parts.append((batch.rows, result))
+        groups.flush()
+        return parts
+
+    def _sample(self, step: ForwardStep, plan: StepPlan) -> StepResult:
+        return StepResult(*sample_step(step, plan.sampling, reports_raw=self._reports_raw))
 
 
-def _load_tokenizer(source: ModelSource) -> Tokenizer:
-    from megatron_runtime.tokenization import load_tokenizer
-
-    return load_tokenizer(str(source.location), renders_chat=False)
+def _on_host(logits_NV: torch.Tensor) -> Float32:
+    found: Float32 = logits_NV.float().cpu().numpy()
+    return found
 
 
 def _longest_sequence(wanted: int | None, config: ModelConfig) -> int:

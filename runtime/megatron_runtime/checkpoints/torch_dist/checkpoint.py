@@ -1,22 +1,18 @@
-"""A Megatron-Core checkpoint as a Checkpoint: any part of any tensor of the model, straight from the mapped files."""
+"""Read any part of any tensor of a Megatron-Core checkpoint from the mapped files."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import torch
 
-from megatron_runtime.checkpoints.checkpoint import Part, TensorKind, UnsupportedModelError
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelDirectory
-from megatron_runtime.checkpoints.quoting import escaped, shown
-from megatron_runtime.checkpoints.torch_dist.archive import DamagedFileError, SavedTensor, find_tensor
 from megatron_runtime.checkpoints.torch_dist.configuration import read_config
-from megatron_runtime.checkpoints.torch_dist.metadata import Chunk, TensorIndex, read_index
 from megatron_runtime.checkpoints.torch_dist.names import (
     HEAD,
     VOCABULARY_KEYS,
@@ -26,16 +22,26 @@ from megatron_runtime.checkpoints.torch_dist.names import (
     pieces,
     stored_tensors,
 )
+from megatron_runtime.checkpoints.torch_dist.saved_files import (
+    Chunk,
+    DamagedFileError,
+    SavedTensor,
+    TensorIndex,
+    find_tensor,
+    read_index,
+)
+from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
+from megatron_runtime.models.tensors import Part, TensorKind
+from megatron_runtime.protocol.text import escaped, shown
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
 _MAX_PLACES = 1 << 20
-"""Places of one stored tensor that its chunks fill, counted for each chunk."""
-_TRAINING_SUFFIXES = ("._extra_state",)
+"""Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
 
 
 class TorchDistCheckpoint:
-    """Implements Checkpoint. Making one reads the index and refuses tensors that are missing, too many or misshapen.
+    """Implements Checkpoint. The constructor reads the index and rejects missing, unknown and misshapen tensors.
 
     directory: has `.metadata`.
 
@@ -45,17 +51,17 @@ class TorchDistCheckpoint:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         index = read_index(directory)
-        weights = {key for key in index if not _is_training_state(key)}
+        weights = {key for key in index if not key.startswith(_TRAINING_PREFIXES) and not key.endswith("._extra_state")}
         layout = find_layout(weights)
         self.config = read_config(directory)
         stored = stored_tensors(self.config, layout)
         if self.config.tie_embeddings:
-            # Some write a tied head out.
+            # Some programs save a tied head as well.
             weights.discard(layout.prefix + HEAD)
         _require_fit(stored, index, weights, directory)
         hf_name = FAMILIES[self.config.family].hf_name
         self._pieces = {hf_name(piece.name): piece for piece in pieces(self.config, layout)}
-        self._cells = {key: _Cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
+        self._cells = {key: _cells(index[key], axes=len(tensor.grid)) for key, tensor in stored.items()}
         self._files: dict[str, MappedFile] = {}
         self._saved: dict[Chunk, SavedTensor] = {}
         self.kinds: Mapping[str, TensorKind] = {
@@ -63,7 +69,7 @@ class TorchDistCheckpoint:
         }
 
     def read(self, name: str, part: Part = ()) -> torch.Tensor:
-        """The tensor, or the part of it, in memory of its own."""
+        """Return a copy of the tensor, or of a part of it."""
         piece, dtype = self._pieces[name], self.kinds[name].dtype
         cuts = (*part, *(slice(None) for _ in piece.shape[len(part) :]))
         rows, *columns = (range(extent)[cut] for extent, cut in zip(piece.shape, cuts, strict=True))
@@ -79,14 +85,14 @@ class TorchDistCheckpoint:
         return None
 
     def _fill(self, out: torch.Tensor, piece: Piece, *, rows: range, columns: range) -> int:
-        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return how many."""
+        """Copy `rows` and `columns` of the piece to `out`, which is bytes; return the number of bytes."""
         filled = at = 0
         size = out.shape[1] // len(columns) if columns else 0
         for first, count in piece.rows:
-            # This run of the piece's rows begins `shift` further down in the stored tensor.
+            # In the stored tensor, this run of the piece's rows begins `shift` rows later.
             shift, own = first - at, _overlap(rows, range(at, at + count))
             at += count
-            for cell in self._cells[piece.key].at(piece.index) if own else ():
+            for cell in self._cells[piece.key].get(piece.index, ()) if own else ():
                 down = _overlap(range(own.start + shift, own.stop + shift), cell.rows)
                 across = _overlap(columns, cell.columns)
                 if not down or not across:
@@ -109,7 +115,7 @@ class TorchDistCheckpoint:
         return self._files[name]
 
     def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
-        """The bytes of a chunk at one place of the axes before its rows."""
+        """Return the bytes of a chunk at one index of the leading axes."""
         chunk = cell.chunk
         file = self._file(chunk.file)
         path = file.file.path
@@ -134,7 +140,7 @@ def _overlap(one: range, other: range) -> range:
 
 @dataclass(frozen=True, slots=True)
 class _Cell:
-    """What a chunk holds at each of its places on the axes before the rows. A vector has one column."""
+    """The part of a chunk at one index of the leading axes. A vector has one column."""
 
     rows: range
     columns: range
@@ -142,27 +148,19 @@ class _Cell:
     chunk: Chunk
 
 
-class _Cells:
-    """A stored tensor's cells by place; a chunk that spans several places is at each."""
-
-    def __init__(self, index: TensorIndex, *, axes: int) -> None:
-        self._by_place: dict[tuple[int, ...], list[_Cell]] = {}
-        places = 0
-        for chunk in index.chunks:
-            rows, *columns = chunk.box[axes:]
-            cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
-            places += math.prod(map(len, chunk.box[:axes]))
-            if places > _MAX_PLACES:
-                raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
-            for place in product(*chunk.box[:axes]):
-                self._by_place.setdefault(place, []).append(cell)
-
-    def at(self, place: tuple[int, ...]) -> Sequence[_Cell]:
-        return self._by_place.get(place, ())
-
-
-def _is_training_state(key: str) -> bool:
-    return key.startswith(_TRAINING_PREFIXES) or key.endswith(_TRAINING_SUFFIXES)
+def _cells(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[_Cell]]:
+    """Return the cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
+    found: dict[tuple[int, ...], list[_Cell]] = {}
+    places = 0
+    for chunk in index.chunks:
+        rows, *columns = chunk.box[axes:]
+        cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
+        places += math.prod(map(len, chunk.box[:axes]))
+        if places > _MAX_PLACES:
+            raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
+        for place in product(*chunk.box[:axes]):
+            found.setdefault(place, []).append(cell)
+    return found
 
 
 def _require_fit(

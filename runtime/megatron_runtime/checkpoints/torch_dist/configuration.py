@@ -1,4 +1,7 @@
-"""The configuration of the model in a Megatron-Core checkpoint: config.json beside it, or arguments in common.pt."""
+"""The configuration of a model in a Megatron-Core checkpoint: config.json beside it, or the arguments in common.pt.
+
+Arguments are translated to the fields of transformers' config.json, so that a family reads them as it reads any file.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +10,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.checkpoints.inert_pickle import ordered_dict, read_pickle
 from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
+from megatron_runtime.checkpoints.safe_unpickler import ordered_dict, read_pickle
 from megatron_runtime.checkpoints.safetensors import read_config as read_config_json
-from megatron_runtime.checkpoints.torch_dist.archive import saved_archive
-from megatron_runtime.checkpoints.torch_dist.arguments import config_json_of
-from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.families import config_from_hf
+from megatron_runtime.checkpoints.torch_dist.saved_files import saved_archive
+from megatron_runtime.models.config import Llama3Scaling, ModelConfig, UnsupportedModelError
+from megatron_runtime.models.families import Fields, config_from_hf
+from megatron_runtime.protocol.text import shown
 
 CONFIG_FILE, COMMON_FILE = "config.json", "common.pt"
 
@@ -23,9 +25,27 @@ _TRUSTED: Mapping[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
 }
 
+_ONLY: dict[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm",),
+    "position_embedding_type": ("rope",),
+    "swiglu": (True,),
+    "add_bias_linear": (False,),
+    "rotary_percent": (1.0,),
+    "rotary_interleaved": (False, None),
+    "apply_layernorm_1p": (False, None),
+    "multi_latent_attention": (False, None),
+    "moe_shared_expert_intermediate_size": (None, 0),
+    "moe_router_score_function": ("softmax", None),
+    "window_size": (None,),
+    "mtp_num_layers": (None, 0),
+}
+"""Arguments that change the model's computation, with their supported values."""
+
+_NEEDED = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings")
+
 
 def read_config(directory: Path) -> ModelConfig:
-    """config.json, in the directory of the checkpoint or the one above, is believed before the arguments.
+    """Return the configuration: config.json in the directory or the one above takes precedence over arguments.
 
     Raises UnsupportedModelError, UnsafePickleError, DamagedFileError.
     """
@@ -42,11 +62,11 @@ def read_config(directory: Path) -> ModelConfig:
 
 
 def read_arguments(common: ModelFile) -> dict[str, Any]:
-    """The arguments in a common.pt that are plain values; all else in it is passed over, and nothing of it is run."""
+    """Return the arguments in a common.pt that are plain values. The rest is ignored, and no code is run."""
     path = common.path
     with common.open() as file, saved_archive(file, where=str(path)) as archive:
         pickled = archive.pickle()
-    # The arguments of a training name classes of whatever it was run with; none of them is needed, none is imported.
+    # The arguments of a training name classes of arbitrary packages. None is needed, and none is imported.
     found = read_pickle(
         pickled, where=str(path), trusted=_TRUSTED, opaque=lambda module, name: True, persistent=lambda pid: None
     )
@@ -57,7 +77,7 @@ def read_arguments(common: ModelFile) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """A scalar, or a flat list of scalars: nested ones could have more values than memory."""
+    """Return whether it is a scalar or a flat list of scalars: nested lists could exceed the memory."""
     if isinstance(value, list | tuple):
         return all(map(_is_scalar, value))
     return _is_scalar(value)
@@ -67,3 +87,163 @@ def _is_scalar(value: Any) -> bool:
     if isinstance(value, int):
         return -(1 << 63) <= value < 1 << 63
     return value is None or isinstance(value, float | str)
+
+
+def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any]:
+    """Return the fields of config.json for a model trained with `arguments`.
+
+    Raises UnsupportedModelError naming the argument, its value and what is supported.
+    """
+    for name, allowed in _ONLY.items():
+        if name in arguments and arguments[name] not in allowed:
+            raise UnsupportedModelError(
+                f"{where} has argument {name} {shown(arguments[name])}: supported is {allowed[0]!r}"
+            )
+    lacking = [name for name in _NEEDED if arguments.get(name) is None]
+    if lacking:
+        raise UnsupportedModelError(
+            f"{where} has no argument {', '.join(lacking)}: put the model's config.json beside the checkpoint"
+        )
+    fields = Fields(arguments, where=where)
+    heads = fields.size("num_attention_heads")
+    grouped = arguments.get("group_query_attention") and arguments.get("num_query_groups")
+    vocabulary = arguments.get("vocab_size") or arguments.get("padded_vocab_size")
+    if vocabulary is None:
+        raise UnsupportedModelError(
+            f"{where} has no argument vocab_size or padded_vocab_size: write config.json beside"
+        )
+    return {
+        "architectures": [_architecture(arguments, where)],
+        "vocab_size": vocabulary,
+        "hidden_size": arguments["hidden_size"],
+        "intermediate_size": arguments["ffn_hidden_size"],
+        "num_hidden_layers": arguments["num_layers"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": arguments["num_query_groups"] if grouped else heads,
+        "head_dim": arguments.get("kv_channels") or fields.size("hidden_size") // heads,
+        "hidden_act": "silu",
+        "rms_norm_eps": arguments.get("norm_epsilon", arguments.get("layernorm_epsilon", 1e-5)),
+        "rope_theta": float(fields.constant("rotary_base", 10000)),
+        "rope_scaling": _rope_scaling(fields),
+        "max_position_embeddings": arguments["max_position_embeddings"],
+        "tie_word_embeddings": not fields.flag("untie_embeddings_and_output_weights"),
+        **_mixture(fields),
+    }
+
+
+def arguments_of(config: ModelConfig) -> Namespace:
+    """Return the arguments of Megatron-LM for a model. Raises UnsupportedModelError if it cannot describe the model."""
+    if config.output_norms or config.norm_weight_offset or config.sliding is not None or config.activation != "silu":
+        raise UnsupportedModelError(
+            f"a model of family {config.family!r} with a sliding window, norms after its blocks or another activation "
+            "than silu has no torch_dist form here: convert it to safetensors"
+        )
+    scaling = config.rope_scaling
+    if scaling is not None and not (isinstance(scaling, Llama3Scaling) and _is_llama31(scaling)):
+        raise UnsupportedModelError(f"{scaling} has no argument in Megatron-LM: convert the model to safetensors")
+    found: dict[str, Any] = {
+        "num_layers": config.num_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": config.num_heads,
+        "group_query_attention": config.num_kv_heads != config.num_heads,
+        "num_query_groups": config.num_kv_heads,
+        "kv_channels": config.head_dim,
+        "vocab_size": config.vocab_size,
+        "padded_vocab_size": config.vocab_size,
+        "make_vocab_size_divisible_by": 1,
+        "max_position_embeddings": config.max_position_embeddings,
+        "seq_length": config.max_position_embeddings,
+        "normalization": "RMSNorm",
+        "norm_epsilon": config.rms_norm_eps,
+        "layernorm_epsilon": config.rms_norm_eps,
+        "position_embedding_type": "rope",
+        "rotary_base": int(config.rope_theta) if config.rope_theta.is_integer() else config.rope_theta,
+        "rotary_percent": 1.0,
+        "rotary_interleaved": False,
+        "use_rope_scaling": scaling is not None,
+        "rope_scaling_factor": scaling.factor if scaling is not None else 8.0,
+        "swiglu": True,
+        "add_bias_linear": False,
+        "add_qkv_bias": config.qkv_bias,
+        "qk_layernorm": config.qk_norm,
+        "untie_embeddings_and_output_weights": not config.tie_embeddings,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+    }
+    if config.moe is not None:
+        dense = [0 if layer in config.moe.dense_layers else 1 for layer in range(config.num_layers)]
+        found |= {
+            "num_experts": config.moe.num_experts,
+            "moe_router_topk": config.moe.experts_per_token,
+            "moe_ffn_hidden_size": config.moe.intermediate_size,
+            "moe_layer_freq": dense if config.moe.dense_layers else 1,
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": not config.moe.normalize,
+            "moe_grouped_gemm": True,
+        }
+    return Namespace(**found)
+
+
+_LLAMA31 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+"""Constants of Megatron's `use_rope_scaling`."""
+
+
+def _is_llama31(scaling: Llama3Scaling) -> bool:
+    return all(getattr(scaling, name) == value for name, value in _LLAMA31.items())
+
+
+def _rope_scaling(fields: Fields) -> dict[str, Any] | None:
+    if not fields.flag("use_rope_scaling"):
+        return None
+    return {"rope_type": "llama3", "factor": float(fields.constant("rope_scaling_factor", 8.0)), **_LLAMA31}
+
+
+def _architecture(arguments: Mapping[str, Any], where: str) -> str:
+    mixture, bias, norm = (bool(arguments.get(name)) for name in ("num_experts", "add_qkv_bias", "qk_layernorm"))
+    found = {
+        (False, False, False): "LlamaForCausalLM",
+        (False, True, False): "Qwen2ForCausalLM",
+        (False, False, True): "Qwen3ForCausalLM",
+        (True, False, False): "MixtralForCausalLM",
+        (True, False, True): "Qwen3MoeForCausalLM",
+    }.get((mixture, bias, norm))
+    if found is None:
+        raise UnsupportedModelError(
+            f"{where} has num_experts {shown(arguments.get('num_experts'))}, add_qkv_bias {bias} and "
+            f"qk_layernorm {norm}: no family here combines these"
+        )
+    return found
+
+
+def _mixture(fields: Fields) -> dict[str, Any]:
+    arguments, where = fields.values, fields.where
+    if not arguments.get("num_experts"):
+        return {}
+    experts, layers = fields.size("num_experts"), fields.size("num_layers")
+    size = arguments.get("moe_ffn_hidden_size") or arguments["ffn_hidden_size"]
+    frequency = arguments.get("moe_layer_freq", 1)
+    if isinstance(frequency, list):
+        sparse = [bool(flag) for flag in fields.listed("moe_layer_freq", int)]
+    else:
+        every = fields.size("moe_layer_freq", 1)
+        sparse = [layer % every == 0 for layer in range(layers)]
+    common = {"num_experts_per_tok": arguments.get("moe_router_topk", 2)}
+    # Without it the softmax is taken over the chosen experts alone, which is the same as a normalised one.
+    normalised = not arguments.get("moe_router_pre_softmax")
+    if not arguments.get("qk_layernorm"):
+        if not normalised or not all(sparse):
+            raise UnsupportedModelError(
+                f"{where} has moe_router_pre_softmax {not normalised} and {sparse.count(False)} dense layers without "
+                "qk_layernorm: no family here combines these"
+            )
+        return {**common, "num_local_experts": experts, "intermediate_size": size}
+    return {
+        **common,
+        "num_experts": experts,
+        "moe_intermediate_size": size,
+        "norm_topk_prob": normalised,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [layer for layer, is_sparse in enumerate(sparse) if not is_sparse],
+    }

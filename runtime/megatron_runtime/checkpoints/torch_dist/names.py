@@ -1,9 +1,9 @@
-"""Where each tensor of a decoder lies in the tensors that Megatron-Core stores, and the other way. No torch, no files.
+"""Map the tensors of a decoder to the tensors that Megatron-Core stores. No torch, no files.
 
 Megatron stores one tensor for all layers (axis 0), and one for all experts of all layers (axes 0 and 1). Queries, keys
 and values share `linear_qkv`: for each key-value head its query heads, then its key, then its value. Gate and up share
-`linear_fc1`, gate first. One of our tensors is therefore a list of runs of rows at one place of the axes before.
-Where layers differ the names number them; newer files may also number experts, or keep gate and up apart.
+`linear_fc1`, gate first. A tensor of the decoder is therefore a list of runs of rows at one index of the leading axes.
+If layers differ, their numbers are in the names; newer files may also number experts, or separate gate and up.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from megatron_runtime.models.config import ModelConfig
 
 Rows = tuple[tuple[int, int], ...]
-"""Runs of rows, as (first, count), in the order that our tensor has them."""
+"""Runs of rows, as (first, count), in the order of the decoder's tensor."""
 
 EMBEDDING, HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 VOCABULARY_KEYS = (EMBEDDING, HEAD)
@@ -26,7 +26,7 @@ _EXPERTS = "mlp.experts.experts."
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The way a set of files spells its names. The default is what Megatron-Core writes where all layers are equal."""
+    """The naming scheme of a set of files. The default is that of Megatron-Core if all layers are equal."""
 
     prefix: str = ""
     numbered_layers: bool = False
@@ -37,13 +37,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """One of our tensors in a stored one.
+    """A tensor of the decoder in a stored tensor.
 
-    name:    its short name, as models/tensors.py has it.
-    key:     the stored tensor.
-    index:   its place on the axes before its rows (layer, expert); empty where the stored tensor has none.
-    rows:    its rows there.
-    columns: its second extent; None for a vector.
+    name:    short name, as in models/tensors.py.
+    key:     name of the stored tensor.
+    index:   on the axes before the rows (layer, expert); empty if the stored tensor has no such axes.
+    rows:    in the stored tensor, at that index.
+    columns: second extent; None for a vector.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """One tensor of the files. `grid`: extents of the axes before its rows."""
+    """A stored tensor. grid: extents of the axes before the rows."""
 
     key: str
     grid: tuple[int, ...]
@@ -69,7 +69,7 @@ class Stored:
 
     @property
     def cell(self) -> tuple[int, ...]:
-        """Extents at one place of the grid."""
+        """Extents at one index of the grid."""
         return (self.rows,) if self.columns is None else (self.rows, self.columns)
 
     @property
@@ -78,12 +78,12 @@ class Stored:
 
 
 def layout_for(config: ModelConfig) -> Layout:
-    """How Megatron-Core spells the names of such a model."""
+    """Return the naming scheme of Megatron-Core for a model."""
     return Layout(numbered_layers=config.moe is not None and bool(config.moe.dense_layers))
 
 
 def find_layout(keys: Collection[str]) -> Layout:
-    """How the names in `keys` are spelt."""
+    """Return the naming scheme of `keys`."""
     prefix = next((key.removesuffix(EMBEDDING) for key in sorted(keys) if key.endswith(EMBEDDING)), "")
     inner = [key.removeprefix(prefix) for key in keys if key.startswith(prefix)]
     layers = [key.removeprefix(_LAYERS) for key in inner if key.startswith(_LAYERS)]
@@ -101,7 +101,7 @@ def find_layout(keys: Collection[str]) -> Layout:
 
 
 def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
-    """Every tensor of the model, in the order of its layers."""
+    """Yield every tensor of the model, in the order of its layers."""
     table = ((0, config.vocab_size),)
     yield Piece("embedding", at.prefix + EMBEDDING, (), table, config.hidden_size)
     for layer in range(config.num_layers):
@@ -121,7 +121,7 @@ def pieces(config: ModelConfig, at: Layout) -> Iterator[Piece]:
 
 
 def stored_tensors(config: ModelConfig, at: Layout) -> dict[str, Stored]:
-    """The tensors that the files hold, by key, without padding."""
+    """Return the tensors that the files hold, by key, without padding."""
     found: dict[str, Stored] = {}
     experts = config.moe.num_experts if config.moe is not None else 0
     for piece in pieces(config, at):

@@ -1,4 +1,4 @@
-"""Write tensors, part by part, as torch.distributed.checkpoint files with what Megatron-Core keeps beside them."""
+"""Write a model as a Megatron-Core checkpoint: torch.distributed.checkpoint files with the arguments beside them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import math
 import pickle
 from argparse import Namespace
+from collections.abc import Callable
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -14,19 +16,59 @@ import torch
 from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint import metadata as dcp
 
-from megatron_runtime.checkpoints.torch_dist.configuration import COMMON_FILE
-from megatron_runtime.checkpoints.torch_dist.metadata import METADATA_FILE
+from megatron_runtime.checkpoints.source import LATEST_FILE, RELEASE
+from megatron_runtime.checkpoints.torch_dist.configuration import COMMON_FILE, arguments_of
+from megatron_runtime.checkpoints.torch_dist.names import layout_for, pieces, stored_tensors
+from megatron_runtime.checkpoints.torch_dist.saved_files import METADATA_FILE
+from megatron_runtime.models.families import FAMILIES
+from megatron_runtime.models.tensors import Checkpoint
 
 _FORMAT = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
 _COMMON_FORMAT = {"common_backend": "torch", "common_backend_version": 1}
 _CHECKPOINT_VERSION = 3.0
 _DCP_VERSION = "1.0.0"
 _FILE_BYTES = 4 << 30
-"""A new file is begun once one is this large."""
+"""A new file begins when a file has this size."""
 
 
-class TorchDistWriter:
-    """Holds one part at a time. Without finish() there is no index, so nothing can be taken for a checkpoint.
+def write_torch_dist(checkpoint: Checkpoint, directory: Path, *, written: Callable[[int], None]) -> None:
+    """Write `checkpoint` to `directory`, which exists and is empty, in the form that Megatron-LM loads.
+
+    One part of one stored tensor is in memory at a time.
+
+    written: called with the number of bytes of each part written.
+
+    Raises UnsupportedModelError for a model that Megatron-LM cannot describe.
+    """
+    config = checkpoint.config
+    arguments, layout = arguments_of(config), layout_for(config)
+    stored = stored_tensors(config, layout)
+    found = list(pieces(config, layout))
+    names = {piece.name: FAMILIES[config.family].hf_name(piece.name) for piece in found}
+    types: dict[str, torch.dtype] = {}
+    for piece in found:
+        own = checkpoint.kinds[names[piece.name]].dtype
+        types[piece.key] = torch.promote_types(types.get(piece.key, own), own)
+    release = directory / RELEASE
+    release.mkdir()
+    with _Writer(release) as writer:
+        found.sort(key=lambda piece: (piece.index, piece.key))
+        for (index, key), group in groupby(found, key=lambda piece: (piece.index, piece.key)):
+            part = torch.empty(stored[key].cell, dtype=types[key])
+            for piece in group:
+                tensor, at = checkpoint.read(names[piece.name]), 0
+                for first, count in piece.rows:
+                    part[first : first + count] = tensor[at : at + count]
+                    at += count
+            start = (*index, *(0 for _ in part.shape))
+            writer.add(key, part.view(*(1 for _ in index), *part.shape), shape=stored[key].shape, start=start)
+            written(part.nbytes)
+        writer.finish(arguments)
+    (directory / LATEST_FILE).write_text(RELEASE)
+
+
+class _Writer:
+    """Writes parts to files. Without finish() there is no index, so the files cannot be mistaken for a checkpoint.
 
     directory: exists and is empty.
     """
@@ -38,7 +80,7 @@ class TorchDistWriter:
         self._tensors: dict[str, dcp.TensorStorageMetadata] = {}
         self._places: dict[dcp.MetadataIndex, filesystem._StorageInfo] = {}
 
-    def __enter__(self) -> TorchDistWriter:
+    def __enter__(self) -> _Writer:
         return self
 
     def __exit__(
@@ -50,7 +92,7 @@ class TorchDistWriter:
         """Write the box of tensor `key` that begins at `start`. shape: of the whole tensor."""
         file = self._open()
         offset = file.tell()
-        # A view would be saved with all the storage it is cut from.
+        # torch.save() writes the whole storage of a view.
         whole = part.numel() * part.element_size() == part.untyped_storage().nbytes()
         torch.save(part if whole and part.is_contiguous() else part.clone(memory_format=torch.contiguous_format), file)
         entry = self._tensors.get(key)

@@ -1,42 +1,397 @@
-"""`megatron bench coordinator`."""
+"""`megatron bench coordinator`: a coordinator in its own process, between clients and engines that do almost nothing.
+
+Clients and engines share the event loop and the clock of this process and read their sockets themselves, so that the
+time between two of their stamps is what the coordinator and the kernel take.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import gc
-from dataclasses import asdict
+import random
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import click
+import psutil
 import uvloop
 
-from megatron_runtime.cli.bench.coordinator_load import LoadOptions, run
-from megatron_runtime.cli.bench.report import print_table, write_json
-from megatron_runtime.cli.options import readable_errors
+from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
+from megatron_runtime.cli.options import COUNT, readable_errors
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.coordinator.core.settings import CoordinatorSettings, RoutingPolicy, Timing
+from megatron_runtime.coordinator.spawn import CoordinatorProcess, spawn_coordinator
+from megatron_runtime.protocol import limits, messages
+from megatron_runtime.protocol.codec import Frames
+from megatron_runtime.protocol.headers import Header, Role
+from megatron_runtime.protocol.lifecycle import EngineState
+from megatron_runtime.requests.sampling_params import SamplingParams
+from megatron_runtime.transport.zmtp.connection import Connection
+from megatron_runtime.transport.zmtp.dealer import Dealer
 
-_COUNT = click.IntRange(min=1)
+SHARED_PREFIXES, DISTINCT_PROMPTS = 8, 512
+WINDOW = 16
+"""Open requests per client of the closed loop."""
+SEQUENTIAL_REQUESTS = 2000
+OPEN_LOOP_SECONDS = 5
+STREAMS = 64
+STEPS_AHEAD = 16
+"""Messages of partials that are under way at once."""
+_REPLY = messages.pack({"status": "COMPLETED", "finish_reason": "length", "generated_length": 1})
+_TOKEN = messages.tokens_to_bytes([1])
+_PARAMS = messages.pack({"num_tokens_to_generate": 1})
+
+
+class UnbatchedDealer(Dealer):
+    """Sends each message at once, as peers in separate processes would: batches cost the coordinator less."""
+
+    _waiting: Connection | None = None
+
+    def send(self, message: Frames) -> bool:
+        is_sent = super().send(message)
+        if self._waiting is not None:
+            self._waiting.flush()
+        return is_sent
+
+    def flush_soon(self, connection: Connection) -> None:
+        self._waiting = connection
+        super().flush_soon(connection)
+
+
+class Peer:
+    """A connection that is registered after start()."""
+
+    def __init__(self, address: str, hello: messages.Hello) -> None:
+        self._hello = hello
+        self._registered = asyncio.Event()
+        self._dealer = UnbatchedDealer(address, self._receive, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
+
+    async def start(self) -> None:
+        self._dealer.start()
+        while not self._dealer.send(self._hello.to_frames()):  # noqa: ASYNC110 - it connects on its own
+            await asyncio.sleep(0.01)
+        self._beating = asyncio.create_task(self._beat())
+        await self._registered.wait()
+
+    async def _beat(self) -> None:
+        state = EngineState.RUNNING if self._hello.role is Role.ENGINE else None
+        while True:
+            await asyncio.sleep(limits.HEARTBEAT_SECONDS)
+            self.send(messages.Heartbeat(incarnation=self._hello.incarnation, state=state).to_frames())
+
+    async def close(self) -> None:
+        self._beating.cancel()
+        await asyncio.wait([self._beating])
+        self.send(messages.Disconnect(reason="done").to_frames())
+        self._dealer.close(linger_ms=1000)
+
+    def send(self, frames: Frames) -> None:
+        if not self._dealer.send(frames):
+            raise RuntimeError("the connection of the benchmark is closed, or its peer does not read")
+
+    def _receive(self, frames: Frames) -> None:
+        head = messages.unpack(frames[0])
+        if head[0] == Header.HELLO_ACK:
+            self._registered.set()
+        elif head[0] == Header.ERROR:
+            raise RuntimeError(f"the coordinator rejected a message: {messages.decode(frames)}")
+        elif head[0] != Header.HEARTBEAT:
+            self.handle(head)
+
+    def handle(self, head: list[object]) -> None:
+        """A message of the request path."""
+        raise NotImplementedError
+
+
+class Client(Peer):
+    """on_final: called with the uid of each answer. on_partial: called for each message of partials."""
+
+    def __init__(self, address: str, name: str) -> None:
+        super().__init__(address, messages.Hello(role=Role.CLIENT, name=name, incarnation=secrets.randbits(63)))
+        self.on_final: Callable[[bytes], None] = lambda uid: None
+        self.on_partial: Callable[[], None] = lambda: None
+
+    def submit(self, prompt: bytes, *, streaming: bool = False) -> bytes:
+        uid = secrets.token_bytes(16)
+        self.send(
+            messages.Submit(uid, messages.RequestMeta(streaming=streaming, seed=1), prompt, b"", _PARAMS).to_frames()
+        )
+        return uid
+
+    def handle(self, head: list[object]) -> None:
+        if head[0] == Header.FINAL:
+            uid = head[2]
+            assert isinstance(uid, bytes)
+            self.on_final(uid)
+        elif head[0] == Header.PARTIAL:
+            self.on_partial()
+
+
+class Engine(Peer):
+    """Answers each request at once with one token or, if not `answers`, keeps it open.
+
+    held: by uid, the seconds from a dispatch to its answer.
+    open: dispatch ids and uids of the requests that are kept open; route: of their client.
+    """
+
+    def __init__(self, address: str, name: str, *, max_requests: int, answers: bool = True) -> None:
+        hello = messages.Hello(
+            role=Role.ENGINE,
+            name=name,
+            incarnation=secrets.randbits(63),
+            serving=True,
+            state=EngineState.RUNNING,
+            max_requests=max_requests,
+            block_size_tokens=256,
+        )
+        super().__init__(address, hello)
+        self._answers = answers
+        self.held: dict[bytes, float] = {}
+        self.open: list[tuple[int, bytes]] = []
+        self.route = 0
+
+    def handle(self, head: list[object]) -> None:
+        if head[0] != Header.DISPATCH:
+            return
+        arrived = time.perf_counter()
+        _, dispatch_id, uid, route, *_ = head
+        assert isinstance(dispatch_id, int)
+        assert isinstance(uid, bytes)
+        assert isinstance(route, int)
+        if self._answers:
+            frames = messages.Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames()
+            self.held[uid] = time.perf_counter() - arrived
+            self.send(frames)
+        else:
+            self.open.append((dispatch_id, uid))
+            self.route = route
+
+    def send_step(self, number: int) -> None:
+        """One token for each request that is kept open, in one message."""
+        entries = [messages.PartialEntry(uid, dispatch_id, number, 1) for dispatch_id, uid in self.open]
+        self.send(messages.Partial(self.route, entries, _TOKEN * len(entries)).to_frames())
+
+
+class Bench:
+    """One coordinator with longest-prefix routing, and the peers that connect to it.
+
+    clients, engines: how many. requests: of each part. rate: requests/s of the open loop.
+    """
+
+    def __init__(self, *, clients: int, engines: int, requests: int, prompt_tokens: int, rate: int) -> None:
+        self.clients, self.engines, self.requests, self.rate = clients, engines, requests, rate
+        settings = CoordinatorSettings(
+            listen="127.0.0.1",
+            client_port=0,
+            engine_port=0,
+            admin_port=0,
+            routing_policy=RoutingPolicy.LONGEST_PREFIX,
+            timing=Timing(recovery=0.0),
+        )
+        begun = time.perf_counter()
+        self.coordinator: CoordinatorProcess = spawn_coordinator(settings)
+        self.start_seconds = time.perf_counter() - begun
+        rng = random.Random(1)
+        half = prompt_tokens // 2
+        prefixes = [rng.choices(range(50_000), k=half) for _ in range(SHARED_PREFIXES)]
+        self.prompts = [
+            messages.tokens_to_bytes(rng.choice(prefixes) + rng.choices(range(50_000), k=prompt_tokens - half))
+            for _ in range(DISTINCT_PROMPTS)
+        ]
+
+    def prompt(self, number: int) -> bytes:
+        return self.prompts[number % DISTINCT_PROMPTS]
+
+    @asynccontextmanager
+    async def peers(
+        self, clients: int | None = None, engines: int | None = None, *, answers: bool = True
+    ) -> AsyncIterator[tuple[list[Client], list[Engine]]]:
+        """So many clients and engines, by default as many as the load has."""
+        clients, engines = self.clients if clients is None else clients, engines or self.engines
+        addresses, most = self.coordinator.addresses, max(STREAMS, self.clients * WINDOW)
+        engine_peers = [
+            Engine(addresses[Role.ENGINE], f"engine-{number}", max_requests=most, answers=answers)
+            for number in range(engines)
+        ]
+        client_peers = [Client(addresses[Role.CLIENT], f"client-{number}") for number in range(clients)]
+        peers: list[Peer] = [*engine_peers, *client_peers]
+        await asyncio.wait_for(asyncio.gather(*(peer.start() for peer in peers)), 30)
+        try:
+            yield client_peers, engine_peers
+        finally:
+            for peer in peers:
+                await peer.close()
+
+
+async def run(**values: int) -> list[Figure]:
+    """All parts, one after the other, on one coordinator."""
+    bench = Bench(**values)
+    try:
+        await asyncio.sleep(1)  # until the new process is idle
+        idle_mib = psutil.Process(bench.coordinator.pid).memory_info().rss / (1 << 20)
+        return [
+            Figure("start_seconds", "start to address", bench.start_seconds, "s", "< 0.7"),
+            Figure("idle_rss_mib", "memory, idle", idle_mib, "MiB", "< 80"),
+            *await sequential(bench),
+            *await throughput(bench),
+            *await open_loop(bench),
+            *await partials(bench),
+        ]
+    finally:
+        bench.coordinator.stop()
+
+
+async def sequential(bench: Bench) -> list[Figure]:
+    """One InferenceClient that sends one request at a time."""
+    params = SamplingParams(num_tokens_to_generate=1)
+    latencies: list[float] = []
+    async with bench.peers(0, 1):
+        client = InferenceClient(bench.coordinator.address, deserialize=False)
+        await client.start()
+        try:
+            for number in range(min(bench.requests, SEQUENTIAL_REQUESTS)):
+                tokens = messages.tokens_from_bytes(bench.prompt(number)).tolist()
+                begun = time.perf_counter()
+                await client.add_request(tokens, params)
+                latencies.append((time.perf_counter() - begun) * 1000)
+        finally:
+            client.stop()
+    return [
+        Figure("sequential_p50_ms", "one client in sequence, p50", percentile(latencies, 50), "ms", "≤ 0.5"),
+        Figure("sequential_p99_ms", "one client in sequence, p99", percentile(latencies, 99), "ms"),
+    ]
+
+
+async def throughput(bench: Bench) -> list[Figure]:
+    """Closed loop: every client keeps WINDOW requests open."""
+    count, done = bench.requests, asyncio.Event()
+    submitted = answers = 0
+
+    def submit(client: Client) -> None:
+        nonlocal submitted
+        client.submit(bench.prompt(submitted))
+        submitted += 1
+
+    def answered(client: Client) -> None:
+        nonlocal answers
+        answers += 1
+        if submitted < count:
+            submit(client)
+        elif answers == count:
+            done.set()
+
+    async with bench.peers() as (clients, _):
+        for client in clients:
+            client.on_final = lambda _uid, client=client: answered(client)  # type: ignore[misc]
+        before, begun = _cpu_seconds(bench.coordinator.pid), time.perf_counter()
+        for number in range(min(count, WINDOW * len(clients))):
+            submit(clients[number % len(clients)])
+        await done.wait()
+        seconds = time.perf_counter() - begun
+        cpu = (_cpu_seconds(bench.coordinator.pid) - before) / count * 1e6
+    what = f"requests, {len(bench.prompt(0)) // 4}-token prompts, {bench.clients} clients"
+    return [
+        Figure("requests_per_second", what, count / seconds, "1/s"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", cpu, "µs", "≤ 100"),
+    ]
+
+
+def _cpu_seconds(pid: int) -> float:
+    """CPU time of all threads of a process."""
+    return sum(thread.user_time + thread.system_time for thread in psutil.Process(pid).threads())
+
+
+async def open_loop(bench: Bench) -> list[Figure]:
+    """Requests at a fixed rate: the time that each spends between client and engine, both ways.
+
+    The load does not sleep between requests: the time to wake it would be measured too.
+    """
+    rate = bench.rate
+    count = min(bench.requests, rate * OPEN_LOOP_SECONDS)
+    sent: dict[bytes, float] = {}
+    received: dict[bytes, float] = {}
+
+    def answered(uid: bytes) -> None:
+        received[uid] = time.perf_counter()
+
+    async with bench.peers() as (clients, engines):
+        for client in clients:
+            client.on_final = answered
+        begun = time.perf_counter()
+        for number in range(count):
+            due = begun + number / rate
+            while (now := time.perf_counter()) < due:  # noqa: ASYNC110 - it must not sleep
+                await asyncio.sleep(0)
+            sent[clients[number % len(clients)].submit(bench.prompt(number))] = now
+        while len(received) < count:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    held = {uid: seconds for engine in engines for uid, seconds in engine.held.items()}
+    latencies = [(end - sent[uid] - held[uid]) * 1000 for uid, end in received.items()]
+    what = f"client to engine and back at {rate:,} requests/s"
+    return [
+        Figure(f"latency_p{percent}_ms", f"{what}, p{percent}", percentile(latencies, percent), "ms")
+        for percent in (50, 99)
+    ]
+
+
+async def partials(bench: Bench) -> list[Figure]:
+    """One engine that generates for STREAMS streams of one client: one message per step."""
+    steps = max(1, bench.requests // STREAMS * 4)
+    async with bench.peers(1, 1, answers=False) as ([client], [engine]):
+        uids = [client.submit(bench.prompt(number), streaming=True) for number in range(STREAMS)]
+        while len(engine.open) < STREAMS:  # noqa: ASYNC110 - filled by a socket's callback
+            await asyncio.sleep(0.01)
+        done = asyncio.Event()
+        sent = received = 0
+
+        def step() -> None:
+            nonlocal sent
+            engine.send_step(sent)
+            sent += 1
+
+        def arrived() -> None:
+            nonlocal received
+            received += 1
+            if sent < steps:
+                step()
+            elif received == steps:
+                done.set()
+
+        client.on_partial = arrived
+        before, begun = _cpu_seconds(bench.coordinator.pid), time.perf_counter()
+        for _ in range(min(STEPS_AHEAD, steps)):
+            step()
+        await done.wait()
+        seconds, cpu = time.perf_counter() - begun, _cpu_seconds(bench.coordinator.pid) - before
+        for uid in uids:
+            client.send(messages.Abort(uid).to_frames())
+    what = f"coordinator's CPU per partial, {STREAMS} streams a message"
+    return [
+        Figure("partials_per_second", "partials forwarded", steps * STREAMS / seconds, "1/s"),
+        Figure("cpu_us_per_partial", what, cpu / (steps * STREAMS) * 1e6, "µs", "≤ 10"),
+    ]
 
 
 @click.command()
-@click.option("--clients", type=_COUNT, default=8, show_default=True, help="At once.")
-@click.option("--engines", type=_COUNT, default=4, show_default=True, help="They answer at once, with one token.")
-@click.option("--requests", type=_COUNT, default=10_000, show_default=True, help="Of each part.")
-@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024, show_default=True)
-@click.option("--rate", type=_COUNT, default=1000, show_default=True, help="Requests/s where latency is measured.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there.")
+@click.option("--clients", type=COUNT, default=8, help="At once.")
+@click.option("--engines", type=COUNT, default=4, help="They answer at once, with one token.")
+@click.option("--requests", type=COUNT, default=10_000, help="Of each part.")
+@click.option("--prompt-tokens", type=click.IntRange(min=2), default=1024)
+@click.option("--rate", type=COUNT, default=1000, help="Requests/s where latency is measured.")
+@json_file
 @readable_errors
 def command(*, json_file: Path | None, **values: int) -> None:
     """What a request costs in the coordinator.
 
-    A coordinator in a process of its own, longest-prefix routing on; clients and engines that do next to nothing, in
-    this one. Its processor time is its own, of all its threads.
+    The coordinator runs in its own process, with longest-prefix routing; clients and engines that do almost nothing run
+    in this one. Its CPU time is that of all its threads.
     """
-    options = LoadOptions(**values)
-    # The load shares the machine with what it measures: it must not be what is slow.
+    # The load shares the machine with what it measures, so it must not be the slow part.
     gc.freeze()
     gc.set_threshold(50_000, 50, 100)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        figures = runner.run(run(options))
-    print_table("Coordinator", figures)
-    if json_file is not None:
-        write_json(json_file, benchmark="coordinator", options=asdict(options), figures=figures)
+        figures = runner.run(run(**values))
+    report("coordinator", "Coordinator", values, figures, json_file)

@@ -1,11 +1,11 @@
-"""What a benchmark found, as a table for people and as JSON for programs."""
+"""The figures of a benchmark, as a table on the terminal and as JSON in a file, and the options that all share."""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,10 +17,14 @@ from rich.table import Table
 
 import megatron_runtime
 
+json_file = click.option(
+    "--json", "json_file", type=click.Path(dir_okay=False, path_type=Path), help="Write the figures there."
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """One measured number. key: its name in the JSON. goal: what is aimed at, as a reader would write it."""
+    """One measured number. key: its name in the JSON. what: its name in the table. goal: the aim, for the reader."""
 
     key: str
     what: str
@@ -50,8 +54,12 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 
 def machine() -> dict[str, Any]:
+    """The machine and software that the figures belong to."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     return {
-        "processor": _processor_name(),
+        "processor": names[0] if names else platform.machine(),
         "cpus": os.cpu_count(),
         "load_average": os.getloadavg()[0],
         "python": platform.python_version(),
@@ -60,28 +68,16 @@ def machine() -> dict[str, Any]:
     }
 
 
-def _processor_name() -> str:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine())
-
-
-def print_table(title: str, figures: Iterable[Figure]) -> None:
-    table = Table(title=title, title_justify="left")
-    table.add_column("measured")
+def report(benchmark: str, title: str, options: dict[str, Any], figures: Sequence[Figure], path: Path | None) -> None:
+    """Print the figures as a table and, if `path` is given, write them as JSON with machine and options."""
+    table = Table("measured", title=title, title_justify="left")
     table.add_column("", justify="right")
     table.add_column("unit")
     table.add_column("goal")
     for figure in figures:
         table.add_row(figure.what, f"{figure.value:,.4g}", figure.unit, figure.goal)
     Console().print(table)
-
-
-def write_json(path: Path, *, benchmark: str, options: dict[str, Any], figures: Iterable[Figure]) -> None:
-    document = {
-        "benchmark": benchmark,
-        "machine": machine(),
-        "options": options,
-        "figures": {figure.key: figure.value for figure in figures},
-    }
-    path.write_text(json.dumps(document, indent=2) + "\n")
+    if path is not None:
+        values = {figure.key: figure.value for figure in figures}
+        document = {"benchmark": benchmark, "machine": machine(), "options": options, "figures": values}
+        path.write_text(json.dumps(document, indent=2) + "\n")

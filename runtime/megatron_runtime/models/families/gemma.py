@@ -1,15 +1,14 @@
-"""Gemma 3, its text model (Gemma Team 2025, arXiv:2503.19786).
+"""The text model of Gemma 3 (Gemma Team 2025, arXiv:2503.19786).
 
-Norms before and after each block, weights of norms stored less one, scaled embeddings, and of every six layers five
-that see a window of tokens only, with rotary frequencies of their own.
+It has norms before and after each block, whose weights are stored minus one, and scaled embeddings. Five of every six
+layers have a sliding window and their own rotary frequencies.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_runtime.checkpoints.checkpoint import UnsupportedModelError
-from megatron_runtime.models.config import ModelConfig
+from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
 from megatron_runtime.models.families.base import (
     LLAMA_NAMES,
     QK_NORM_NAMES,
@@ -17,9 +16,9 @@ from megatron_runtime.models.families.base import (
     Fields,
     Traits,
     layer_types,
+    rope_to_hf,
     sliding_traits,
 )
-from megatron_runtime.models.families.rope import rope_to_hf
 
 _LOCAL_THETA = 10_000.0
 _PERIOD = 6
@@ -47,9 +46,6 @@ def _is_local(num_layers: int, period: int) -> list[bool]:
 
 
 def _of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_activation", "gelu_pytorch_tanh")
-    for flag in ("attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
-        fields.only(flag)
     # transformers 5 keeps the rotation of local layers beside the other, version 4 had a field for its base.
     rope = fields.below("rope_parameters").below("sliding_attention")
     local = fields.constant("rope_local_base_freq", _LOCAL_THETA)
@@ -69,7 +65,6 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
     scaling = rope["rope_scaling"] or {"rope_type": "default"}
     local_theta = config.rope_theta if config.sliding is None else config.sliding.rope_theta
     return {
-        "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": round(config.attention_scale**-2),
         "rope_local_base_freq": local_theta,
         "rope_parameters": {
@@ -83,7 +78,7 @@ def _to_hf(config: ModelConfig) -> dict[str, Any]:
 def _of_gguf(fields: Fields) -> Traits:
     layers, hidden = fields.size("block_count"), fields.size("embedding_length")
     heads = fields.size("attention.head_count")
-    # The largest model alone divides by the hidden size of a head; no field of the file says so.
+    # Only the largest model divides by the hidden size per head; the file has no field for it.
     per_head = hidden // heads if layers == 62 else fields.size("attention.key_length")
     # A period, or whether each layer is local.
     name = "attention.sliding_window_pattern"
@@ -103,6 +98,13 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     gguf_architecture="gemma3",
     layer_names=_NAMES,
+    activation_field=("hidden_activation", "gelu_pytorch_tanh"),
+    unsupported=(
+        "attention_bias",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
+        "use_bidirectional_attention",
+    ),
     from_hf=_of_hf,
     to_hf=_to_hf,
     from_gguf=_of_gguf,

@@ -1,10 +1,10 @@
-"""Qwen2 (arXiv:2407.10671): bias of q, k and v. Qwen3 (arXiv:2505.09388): norms of q and k instead; also a mixture."""
+"""Qwen2 (arXiv:2407.10671) has a bias of q, k and v. Qwen3 (arXiv:2505.09388) has norms of q and k instead."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families.base import (
     LLAMA_NAMES,
     QK_NORM_NAMES,
@@ -12,6 +12,7 @@ from megatron_runtime.models.families.base import (
     Fields,
     Traits,
     layer_types,
+    mixture,
     sliding_traits,
     window_everywhere,
 )
@@ -26,7 +27,7 @@ _EXPERT_NAMES = {
 
 
 def _window(fields: Fields) -> Traits:
-    """The window begins with layer `max_window_layers`, if it is used at all."""
+    """Return the window of the layers from `max_window_layers` on, if the model uses it."""
     if not fields.flag("use_sliding_window"):
         return {}
     layers, first = fields.size("num_hidden_layers"), fields.whole("max_window_layers", 28)
@@ -34,36 +35,24 @@ def _window(fields: Fields) -> Traits:
 
 
 def _window_to_hf(config: ModelConfig) -> dict[str, Any]:
-    return {"hidden_act": "silu", "use_sliding_window": config.sliding is not None, **layer_types(config)}
-
-
-def _qwen2_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    return {"qkv_bias": True, **_window(fields)}
-
-
-def _qwen3_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias")
-    return {"qk_norm": True, **_window(fields)}
+    return {"use_sliding_window": config.sliding is not None, **layer_types(config)}
 
 
 def _qwen3_moe_of_hf(fields: Fields) -> Traits:
-    fields.only("hidden_act", "silu")
-    fields.only("attention_bias")
     every = fields.size("decoder_sparse_step", 1)
     listed = set(fields.listed("mlp_only_layers", int))
     layers = range(fields.size("num_hidden_layers"))
-    moe = MoEConfig(
-        # transformers 5 calls them num_local_experts.
-        num_experts=fields.size("num_experts" if "num_experts" in fields.values else "num_local_experts"),
-        experts_per_token=fields.size("num_experts_per_tok"),
-        intermediate_size=fields.size("moe_intermediate_size"),
+    moe = mixture(
+        fields,
+        # transformers 5 names the field num_local_experts.
+        "num_experts" if "num_experts" in fields.values else "num_local_experts",
+        "num_experts_per_tok",
+        "moe_intermediate_size",
         normalize=fields.flag("norm_topk_prob"),
         dense_layers=tuple(layer for layer in layers if layer in listed or (layer + 1) % every),
     )
     window = window_everywhere(fields) if fields.flag("use_sliding_window") else {}
-    return {"qk_norm": True, "moe": moe, **window}
+    return {"qk_norm": True, **moe, **window}
 
 
 def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
@@ -80,14 +69,9 @@ def _qwen3_moe_to_hf(config: ModelConfig) -> dict[str, Any]:
 
 
 def _qwen3_moe_of_gguf(fields: Fields) -> Traits:
-    # The converter takes no model with dense layers, and every released model normalises.
-    moe = MoEConfig(
-        num_experts=fields.size("expert_count"),
-        experts_per_token=fields.size("expert_used_count"),
-        intermediate_size=fields.size("expert_feed_forward_length"),
-        normalize=True,
-    )
-    return {"qk_norm": True, "moe": moe}
+    # The converter rejects models with dense layers, and every released model normalizes.
+    moe = mixture(fields, "expert_count", "expert_used_count", "expert_feed_forward_length")
+    return {"qk_norm": True, **moe}
 
 
 QWEN2 = Family(
@@ -95,7 +79,7 @@ QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     gguf_architecture="qwen2",
     layer_names={**LLAMA_NAMES, **_BIAS_NAMES},
-    from_hf=_qwen2_of_hf,
+    from_hf=lambda fields: {"qkv_bias": True, **_window(fields)},
     to_hf=_window_to_hf,
     from_gguf=lambda fields: {"qkv_bias": True},
 )
@@ -104,7 +88,8 @@ QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     gguf_architecture="qwen3",
     layer_names={**LLAMA_NAMES, **QK_NORM_NAMES},
-    from_hf=_qwen3_of_hf,
+    unsupported=("attention_bias",),
+    from_hf=lambda fields: {"qk_norm": True, **_window(fields)},
     to_hf=_window_to_hf,
     from_gguf=lambda fields: {"qk_norm": True},
 )
@@ -113,6 +98,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     gguf_architecture="qwen3moe",
     layer_names={**LLAMA_NAMES, **QK_NORM_NAMES, **_EXPERT_NAMES},
+    unsupported=("attention_bias",),
     from_hf=_qwen3_moe_of_hf,
     to_hf=_qwen3_moe_to_hf,
     from_gguf=_qwen3_moe_of_gguf,

@@ -18,8 +18,7 @@ from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.team import shared_team
 from megatron_kernels.cpu.tuning import tuning
 from megatron_kernels.quantized import QuantizedTensor, concatenate
-from megatron_runtime.models.layers.embedding import Embedding
-from megatron_runtime.models.layers.linear import DenseLinears, Linear, Weight
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
 
 Format = Literal["float32", "bfloat16", "int8", "int4"]
 
@@ -77,10 +76,10 @@ def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.T
 
 
 class NativeLinears:
-    """Implements LinearFactory. A matrix of a size that cannot be packed stays dense.
+    """Implements LinearFactory. A matrix whose size cannot be packed stays dense.
 
-    format: of dense weights; quantised ones are taken as they are where the format is an integer one, else
-            unpacked on their way into panels.
+    format: of dense weights. Quantised weights keep their blocks if the format is an integer one, else they are
+            unpacked into the format.
     """
 
     dtype = torch.float32
@@ -92,7 +91,7 @@ class NativeLinears:
         self._memory = WeightMemory()
 
     def settle(self) -> None:
-        """All matrices are made: steps will read them."""
+        """Call it after the last matrix: join the pages of the weights into larger ones."""
         if is_on(Switch.LARGE_PAGES):
             self._memory.join_pages()
 
@@ -127,7 +126,7 @@ class NativeLinears:
 
     @property
     def _table_format(self) -> Format:
-        """Embeddings are not spread as evenly as other weights: four bits are too few."""
+        """Four bits are too few for embeddings, whose values are less evenly distributed than other weights."""
         return "int8" if self._format == "int4" else self._format
 
 

@@ -1,32 +1,36 @@
-"""What this machine's processor is good at, asked of the processor and never of its name."""
+"""The number formats that this machine's CPU supports, by its instruction sets and never by its name."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 
 from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.switches import Switch, is_on
+from megatron_runtime.models.layers.compiled_linear import Format, NativeLinears
+from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
 
-Format = Literal["float32", "bfloat16", "int8", "int4"]
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """weights:     what matrices are kept in.
-    activations: what is computed in.
-    cache:       what keys and values are kept in.
-    is_native:   compiled steps run them (layers/native), else torch.
+    """weights:     format of the matrices.
+    activations: type of the computation.
+    cache:       type of keys and values.
+    is_native:   compiled steps run them, else torch.
     """
 
     weights: Format
     activations: torch.dtype
     cache: torch.dtype
     is_native: bool
+
+    def linears(self) -> LinearFactory:
+        """A factory of matrices in this format."""
+        return NativeLinears(self.weights) if self.is_native else DenseLinears(self.activations)
 
 
 def computes_in_bfloat16() -> bool:
@@ -36,16 +40,15 @@ def computes_in_bfloat16() -> bool:
 
 
 def has_native_steps() -> bool:
-    """True where layers/native runs and is not switched off."""
+    """True where compiled steps run and are not switched off."""
     return is_on(Switch.NATIVE) and is_supported()
 
 
 def select_numbers(name: str) -> Numbers:
-    """Return how to compute. `name`: "auto" or a Format.
+    """The numbers to compute with. name: "auto" or a Format.
 
-    Compiled steps read bfloat16 weights but compute in float32. Torch runs what has instructions for bfloat16.
-
-    Raises ValueError naming what this processor has.
+    Compiled steps read bfloat16 weights but compute in float32. Torch runs bfloat16 where the CPU has instructions for
+    it. Raises ValueError naming the formats that this CPU supports.
     """
     is_native = has_native_steps()
     cache = torch.bfloat16 if is_on(Switch.CACHE_IN_BFLOAT16) else torch.float32
@@ -62,15 +65,14 @@ def select_numbers(name: str) -> Numbers:
         if name == format:
             return Numbers(format, torch.float32, cache, True)
     raise ValueError(
-        f"dtype={name!r} is not supported on this processor: use auto, {', '.join(allowed)}"
+        f"dtype={name!r} is not supported on this CPU: use auto, {', '.join(allowed)}"
         + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
     )
 
 
 def default_threads(quota: Path = _QUOTA) -> int:
-    """Return torch's choice of threads, but no more than the whole processors that a container's limit allows.
-
-    More threads than that would be stopped by turns while the others wait for them.
+    """Torch's choice of threads, but no more than the whole CPUs that a container's limit allows: the kernel would stop
+    further threads in turn while the others wait for them.
 
     quota: the file `cpu.max` of control groups v2; absent where there is no limit.
     """

@@ -1,4 +1,4 @@
-"""A linear layer without bias whose weight is laid out once for the processor's matrix product."""
+"""Linear layers without bias, embeddings, and the factory that a model's matrices are made by."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch.nn.functional as F
 
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.quantized import QuantizedTensor
-from megatron_runtime.models.layers.embedding import Embedding
 
 Weight = torch.Tensor | QuantizedTensor
 
@@ -18,9 +17,8 @@ Weight = torch.Tensor | QuantizedTensor
 class Linear:
     """y_TN = x_TK @ weight_NK.T
 
-    On the CPU the weight is re-laid for oneDNN. Measured in float32 on a busy AVX2 machine, one thread, best of 25,
-    plain to packed, ten layers of a 135M model: 35 -> 23 ms at T = 8; within the noise at T = 1, 32 and 256.
-    `packed=False` keeps the dense weight, for one that is used as a table too.
+    On the CPU the weight is packed once for oneDNN's matrix product. `packed=False` keeps the dense weight, for a
+    weight that is used as a table too.
     """
 
     def __init__(self, weight_NK: torch.Tensor, *, packed: bool = True) -> None:
@@ -35,7 +33,7 @@ class Linear:
 
     @property
     def num_bytes(self) -> int:
-        """Read by a product."""
+        """Bytes that a product reads."""
         return self.out_features * self.in_features * self._weight.dtype.itemsize
 
     def dense(self) -> torch.Tensor:
@@ -43,13 +41,33 @@ class Linear:
         return self._weight.to_dense() if self._packed else self._weight
 
 
+class Embedding:
+    """x_TD = weight_VD[ids_T], of type `dtype`. A quantised table stays quantised: a lookup decodes only its rows."""
+
+    def __init__(self, weight_VD: Weight, dtype: torch.dtype) -> None:
+        self.num_rows = weight_VD.shape[0]
+        self._weight = weight_VD
+        self._dtype = dtype
+
+    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
+        if isinstance(self._weight, QuantizedTensor):
+            return self._weight.rows(ids_T).dequantize().to(self._dtype)
+        return F.embedding(ids_T, self._weight)
+
+    def dense(self) -> torch.Tensor:
+        """The whole table, of type `dtype`."""
+        if isinstance(self._weight, QuantizedTensor):
+            return self._weight.dequantize().to(self._dtype)
+        return self._weight
+
+
 class LinearFactory(Protocol):
-    """What a model's matrices are made by, one after the other while weights are loaded.
+    """Makes a model's matrices, one after the other while weights are loaded.
 
-    dtype:           of the activations, and of dense weights.
-    quantized_kinds: GGML types whose blocks it takes as they are; of others it gets dense weights.
+    dtype:           type of the activations and of dense weights.
+    quantized_kinds: GGML types whose blocks the factory takes as they are; it gets dense weights of all other types.
 
-    Blocks may be a view of their file, and rows of them may lie apart: what is kept is copied.
+    Blocks may be a view of their file, and their rows need not be contiguous: the factory copies what it keeps.
     """
 
     @property
@@ -60,15 +78,15 @@ class LinearFactory(Protocol):
     def linear(self, weight_NK: Weight) -> Linear: ...
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
-        """`count` matrices of one shape, which a device may want to lie in one tensor: of the experts of a layer."""
+        """`count` matrices of one shape, the experts of a layer: a device may keep them in one tensor."""
 
     def fused(self, parts: Sequence[QuantizedTensor]) -> Linear:
-        """Of matrices of one kind, rows after rows."""
+        """One matrix of the rows of all parts, which have one GGML type."""
 
     def embedding(self, weight_VD: Weight) -> Embedding: ...
 
     def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
-        """A table that is the head as well."""
+        """A table that is the head too."""
 
 
 class DenseLinears:

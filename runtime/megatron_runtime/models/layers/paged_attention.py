@@ -26,7 +26,7 @@ class DecodeGroup:
 
 @dataclass(frozen=True, slots=True)
 class PrefillChunk:
-    """One sequence with several new tokens. pages: None without cached tokens. mask_TS: None for a causal one."""
+    """One sequence with several new tokens. pages: None without cached tokens. mask_TS: None means causal."""
 
     rows: slice
     pages: torch.Tensor | None
@@ -35,14 +35,14 @@ class PrefillChunk:
 
 @dataclass(frozen=True, slots=True)
 class AttentionBatch:
-    """Where the tokens of one step go in the cache, and what each of them sees. The same for every layer of a kind."""
+    """Where the tokens of a step go in the cache, and what each attends to. The same for all layers of a kind."""
 
     cache_rows_T: torch.Tensor
-    """Row of the cache, page * X + offset, that each token's keys and values are written to."""
+    """The row of the cache, page * X + offset, of each token's keys and values."""
     decodes: Sequence[DecodeGroup]
     prefills: Sequence[PrefillChunk]
     local: AttentionBatch | None = None
-    """For layers with a sliding window; None where no token's window leaves anything out."""
+    """For layers with a sliding window; None if the window covers the context of every token."""
 
 
 class PagedAttention:

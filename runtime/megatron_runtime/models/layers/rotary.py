@@ -45,7 +45,7 @@ def rotation(positions_T: torch.Tensor, frequencies: torch.Tensor, dtype: torch.
 def _scale_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Slow rotations are stretched by `factor`, fast ones kept, those between are blended."""
     wavelength = 2 * math.pi / frequencies
-    turns = scaling.original_max_position_embeddings / wavelength
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_max_position_embeddings / wavelength
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies

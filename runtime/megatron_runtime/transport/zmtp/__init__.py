@@ -1,6 +1,5 @@
-"""ZeroMQ's transport protocol, ZMTP 3.1, on the event loop itself (RFC 37, and RFC 26 for CURVE).
+"""ZMTP 3.1 (RFC 23, 37) with NULL and CURVE (RFC 26) on the asyncio event loop: a ROUTER and a DEALER.
 
-ZeroMQ's own library moves bytes in a thread beside its caller's: to receive and to send wakes it each time. A
-coordinator does hardly anything else, and takes half the processor time where its loop reads the sockets itself.
-Whoever talks to it may use any library that speaks ZMTP 3; docs/decisions/023 says more.
+Nothing outside this package knows the protocol. docs/zmtp.md maps each rule to code and test; decision 023 says why
+the coordinator does not use libzmq. Peers may use any library that speaks ZMTP 3.
 """

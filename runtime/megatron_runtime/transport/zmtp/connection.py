@@ -1,4 +1,4 @@
-"""One connection to a ROUTER, seen from either side: from its greeting to its end."""
+"""One connection of a ROUTER or a DEALER, from its greeting to its end."""
 
 from __future__ import annotations
 
@@ -21,47 +21,51 @@ from megatron_runtime.transport.zmtp.handshake import Box, Handshake, NotAdmitte
 logger = logging.getLogger(__name__)
 
 PeerId: TypeAlias = tuple[int, bytes]
-"""Number of the port and routing id: one connection."""
+"""Names a connection: the number of its port, and its routing id."""
 
-MESSAGES_A_TURN = 256
-"""Handled in one turn of the loop; then other connections get theirs."""
-FRAMES_A_MESSAGE = 64
+MESSAGES_PER_ITERATION = 256
+"""Messages that a connection handles in one iteration of the loop before it yields to others."""
+MAX_FRAMES = 64
+"""Of a message."""
 PARTNERS = (b"DEALER", b"REQ", b"ROUTER")
 """Types of the sockets that a ROUTER talks to (ZMTP 3.1)."""
 ENVELOPE_BYTES = 64
-"""More than encryption adds to a frame."""
+"""Upper bound of what encryption adds to a frame."""
 _HANDSHAKE_BYTES = 4096
-"""At most, of a frame of somebody who has not been admitted."""
+"""Size limit of a frame before the end of the handshake."""
 
 
 class Owner(Protocol):
-    """The port that connections belong to."""
+    """The ROUTER or DEALER that a connection belongs to. Its methods are callbacks of the connection."""
 
     def opened(self, connection: Connection) -> None:
-        """It exists; its handshake has not begun."""
+        """The connection exists; its handshake has not begun."""
 
     def admitted(self, connection: Connection, routing_id: bytes) -> PeerId:
-        """Its handshake is over. Gives its name. Raises ViolationError."""
+        """The handshake is over. Returns the name of the connection. Raises ViolationError."""
 
     def received(self, peer: PeerId, frames: Frames) -> None:
-        """A message. What it raises is given to failed()."""
+        """A message arrived. If this raises an exception, failed() is called."""
 
     def failed(self, frames: Frames) -> None:
-        """Within an except clause: received() raised something."""
+        """received() raised the exception that is being handled."""
 
     def flush_soon(self, connection: Connection) -> None:
-        """It has something to send."""
+        """The connection has messages to send: call its flush() in this iteration of the loop."""
 
     def lost(self, connection: Connection, violation: ViolationError | None) -> None:
-        """It is over, its peer's fault or not."""
+        """The connection has ended. violation: why this side ended it, if the peer violated the protocol."""
 
 
 class Connection(asyncio.Protocol):
-    """peer: b"" as its routing id until it is admitted. heard: whether anything came since somebody last looked.
-    ended_by_peer: once it is over, whether a FIN or RST of the other side ended it.
+    """Decodes and encodes the messages of one TCP or Unix connection.
 
-    max_message_bytes:  a message beyond it ends the connection.
-    send_buffer_bytes: what waits to be sent beyond it makes the connection full.
+    peer:          the name; its routing id is b"" until the handshake is over.
+    heard:         set to True when bytes arrive; the owner resets it.
+    ended_by_peer: after the end, whether a FIN or RST of the peer ended it.
+
+    max_message_bytes: a larger message ends the connection.
+    send_buffer_bytes: with more unsent bytes, send() returns False.
     """
 
     _transport: asyncio.Transport
@@ -77,14 +81,14 @@ class Connection(asyncio.Protocol):
         self._handshake = handshake
         self._box: Box | None = None
         self._violation: ViolationError | None = None
-        # Receiving: what came of a frame that is not whole yet, and of a message.
+        # Receiving: the bytes of an incomplete frame, and the frames of an incomplete message.
         self._greeted = False
         self._rest = bytearray()
         self._need = GREETING_BYTES
         self._limit = _HANDSHAKE_BYTES
         self._max_message_bytes = max_message_bytes
         self._message: Frames = []
-        # Sending: what goes out at the end of this turn of the loop.
+        # Sending: encoded messages that leave at the end of this iteration of the loop.
         self._send_buffer_bytes = send_buffer_bytes
         self._paused = False
         self._out: list[bytes] = []
@@ -92,10 +96,10 @@ class Connection(asyncio.Protocol):
 
     @property
     def key(self) -> bytes:
-        """The Z85 public key that it was admitted with; b"" without keys."""
+        """The Z85 public key of the peer; b"" without keys."""
         return self._handshake.key
 
-    # --- the loop's side ------------------------------------------------------------------------------------------
+    # --- asyncio.Protocol -----------------------------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)
@@ -135,7 +139,7 @@ class Connection(asyncio.Protocol):
     # --- receiving ------------------------------------------------------------------------------------------------
 
     def _read(self, data: bytes) -> None:
-        """Take the frames of `data`; what is left of it waits for more."""
+        """Handle the complete frames in `data`, and keep the rest."""
         position, end = 0, len(data)
         if not self._greeted:
             if end < GREETING_BYTES:
@@ -145,7 +149,7 @@ class Connection(asyncio.Protocol):
             self._greeted = True
             position = GREETING_BYTES
         need = 2
-        turn = MESSAGES_A_TURN
+        left = MESSAGES_PER_ITERATION
         while end - position >= 2:
             flags = data[position]
             if flags & LONG:
@@ -172,12 +176,13 @@ class Connection(asyncio.Protocol):
                 except Exception:
                     self._owner.failed(message)
             else:
-                self._take(flags, body)
+                self._handle_frame(flags, body)
             if self._transport.is_closing():
                 return
-            turn -= 1
-            if not turn and end - position >= 2:
-                self._rest_a_turn(data[position:])
+            left -= 1
+            if not left and end - position >= 2:
+                self._transport.pause_reading()
+                asyncio.get_running_loop().call_soon(self._resume, data[position:])
                 return
         if position < end:
             self._keep(data[position:], need=need)
@@ -186,17 +191,13 @@ class Connection(asyncio.Protocol):
         self._rest += data
         self._need = need
 
-    def _rest_a_turn(self, data: bytes) -> None:
-        self._transport.pause_reading()
-        asyncio.get_running_loop().call_soon(self._resume, data)
-
     def _resume(self, data: bytes) -> None:
         if self._transport.is_closing():
             return
         self._transport.resume_reading()
         self.data_received(data)
 
-    def _take(self, flags: int, body: bytes) -> None:
+    def _handle_frame(self, flags: int, body: bytes) -> None:
         if not self.is_open:
             self._shake_hands(flags, body)
             return
@@ -210,8 +211,8 @@ class Connection(asyncio.Protocol):
         message = self._message
         message.append(body)
         if flags & MORE:
-            if len(message) > FRAMES_A_MESSAGE or sum(map(len, message)) > self._limit:
-                raise ViolationError("a message of too many frames or bytes")
+            if len(message) > MAX_FRAMES or sum(map(len, message)) > self._limit:
+                raise ViolationError("a message has too many frames or bytes")
             return
         self._message = []
         try:
@@ -221,13 +222,13 @@ class Connection(asyncio.Protocol):
 
     def _shake_hands(self, flags: int, command: bytes) -> None:
         if not flags & COMMAND:
-            raise ViolationError("a message before the handshake is over")
+            raise ViolationError("a message before the end of the handshake")
         answer = self._handshake.receive(command)
-        said = self._handshake.properties
-        if said is not None:
-            if said.get(b"socket-type") not in PARTNERS:
-                raise ViolationError(f"a socket of type {said.get(b'socket-type')!r}: a ROUTER's partner is no such")
-            self.peer = self._owner.admitted(self, said.get(b"identity", b""))
+        properties = self._handshake.properties
+        if properties is not None:
+            if properties.get(b"socket-type") not in PARTNERS:
+                raise ViolationError(f"a socket of type {properties.get(b'socket-type')!r}: want one of {PARTNERS}")
+            self.peer = self._owner.admitted(self, properties.get(b"identity", b""))
             self.is_open = True
             self._limit = self._max_message_bytes + (0 if self._handshake.box is None else ENVELOPE_BYTES)
         if answer:
@@ -237,7 +238,7 @@ class Connection(asyncio.Protocol):
     def _violate(self, violation: ViolationError) -> None:
         self._violation = violation
         if isinstance(violation, NotAdmittedError):
-            # A peer that is told so does not knock again ten times a second.
+            # libzmq stops reconnecting when it gets this error.
             self._write(frames.frame(COMMAND, frames.error(b"400")))
             self.close()
         else:
@@ -246,7 +247,7 @@ class Connection(asyncio.Protocol):
     # --- sending --------------------------------------------------------------------------------------------------
 
     def send(self, message: Frames) -> bool:
-        """Have it sent at the end of this turn of the loop. False when too much waits already."""
+        """Send at the end of this iteration of the loop. False, and not sent, if the buffer is full."""
         if self._paused or self._out_bytes > self._send_buffer_bytes:
             return False
         if self._box is None:
@@ -264,20 +265,20 @@ class Connection(asyncio.Protocol):
         self._send_command(frames.PING)
 
     def flush(self) -> None:
-        """The end of a turn: one call to the system for all that came together."""
+        """Pass all messages of this iteration of the loop to the system in one call."""
         out, self._out, self._out_bytes = self._out, [], 0
         if out and not self._transport.is_closing():
             self._transport.write(out[0] if len(out) == 1 else b"".join(out))
 
     def close(self) -> None:
-        """End it when what was sent has gone out."""
+        """End the connection when the sent messages have left."""
         if self._out:
             self.flush()
         self._ended_here = True
         self._transport.close()
 
     def abort(self) -> None:
-        """End it now."""
+        """End the connection now."""
         self._ended_here = True
         self._transport.abort()
 
@@ -285,7 +286,7 @@ class Connection(asyncio.Protocol):
         self._write(frames.frame(COMMAND, body) if self._box is None else self._box.close(COMMAND, body))
 
     def _write(self, data: bytes) -> None:
-        """Handshake and commands wait for nothing but what is to go before them."""
+        """Write handshakes and commands at once, after the messages that were sent before."""
         if self._out:
             self.flush()
         if not self._transport.is_closing():

@@ -1,6 +1,6 @@
-"""CURVE: both sides prove the keys they hold, and every frame is encrypted under keys that end with the connection.
+"""CURVE (RFC 26): both sides prove that they hold their keys, and every frame is encrypted with keys of the connection.
 
-The arithmetic is libsodium's; here are the messages around it (RFC 26).
+The cryptography is libsodium's, through PyNaCl. This module has the messages around it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zmq.utils import z85
 
 from megatron_runtime.transport.zmtp import frames
 from megatron_runtime.transport.zmtp.frames import COMMAND, MORE, ViolationError
-from megatron_runtime.transport.zmtp.handshake import Box, NotAdmittedError
+from megatron_runtime.transport.zmtp.handshake import Handshake, NotAdmittedError
 
 _KEY_BYTES = 32
 _COOKIE_BYTES = 96
@@ -32,7 +32,7 @@ _INNER_MORE, _INNER_COMMAND = 1, 2
 
 @dataclass(frozen=True, slots=True)
 class CurveServer:
-    """A port's pair of raw keys, and who may connect: `admits` is asked for a Z85 public key."""
+    """The raw key pair of a port. `admits` decides whether a Z85 public key opens it."""
 
     public: bytes
     secret: bytes
@@ -44,41 +44,36 @@ class CurveServer:
         return cls(nacl.crypto_scalarmult_base(raw), raw, admits)
 
 
-class CurveHandshake:
-    """HELLO, WELCOME, INITIATE, READY: both prove what they hold, under keys that end with the connection.
+class CurveHandshake(Handshake):
+    """The server's side: answers HELLO with WELCOME and INITIATE with READY.
 
-    The cookie of WELCOME is there for servers that keep nothing of a peer until INITIATE. This one has a connection
-    to keep things in: its cookie is random, and has to come back.
+    The cookie of WELCOME lets a server keep no state until INITIATE. This one keeps state with the connection, so its
+    cookie is random, and INITIATE must return it.
     """
 
+    mechanism = b"CURVE"
+    as_server = True
+
     def __init__(self, server: CurveServer, own_properties: bytes) -> None:
-        self.mechanism = b"CURVE"
-        self.as_server = True
-        self.key = b""
-        self.properties: dict[bytes, bytes] | None = None
-        self.box: Box | None = None
+        super().__init__(own_properties)
         self._server = server
-        self._own = own_properties
         self._cookie = b""
         self._client = b""
         self._secret = b""
-
-    def begin(self) -> bytes:
-        return b""
 
     def receive(self, command: bytes) -> bytes:
         try:
             return self._welcome(command) if not self._cookie else self._ready(command)
         except CryptoError as error:
-            raise NotAdmittedError(f"its keys do not fit ours: {error}") from error
+            raise NotAdmittedError(f"its keys do not match ours: {error}") from error
 
     def _welcome(self, hello: bytes) -> bytes:
         if len(hello) != _HELLO_BYTES or not hello.startswith(b"\x05HELLO\x01\x00"):
-            raise ViolationError("it does not begin with HELLO of CURVE 1.0")
+            raise ViolationError("the first command is not HELLO of CURVE 1.0")
         self._client, nonce, box = hello[_HELLO_KEY], hello[112:120], hello[120:]
         long_term = nacl.crypto_box_beforenm(self._client, self._server.secret)
         if nacl.crypto_box_open_afternm(box, b"CurveZMQHELLO---" + nonce, long_term) != bytes(64):
-            raise ViolationError("the box of its HELLO holds something")
+            raise ViolationError("the box of HELLO is not zero")
         public, self._secret = nacl.crypto_box_keypair()
         self._cookie = secrets.token_bytes(_COOKIE_BYTES)
         nonce = secrets.token_bytes(16)
@@ -89,20 +84,20 @@ class CurveHandshake:
         begin = len(_INITIATE_HEAD) + _COOKIE_BYTES
         nonce, box = initiate[begin : begin + _NONCE_BYTES], initiate[begin + _NONCE_BYTES :]
         if not initiate.startswith(_INITIATE_HEAD + self._cookie) or len(nonce) != _NONCE_BYTES:
-            raise ViolationError("INITIATE does not bring back the cookie")
+            raise ViolationError("INITIATE does not return the cookie")
         shared = nacl.crypto_box_beforenm(self._client, self._secret)
         content = nacl.crypto_box_open_afternm(box, b"CurveZMQINITIATE" + nonce, shared)
         if len(content) < _KEY_BYTES + _VOUCH_BYTES:
             raise ViolationError("INITIATE is too short")
         long_term, vouch = content[:_KEY_BYTES], content[_KEY_BYTES : _KEY_BYTES + _VOUCH_BYTES]
-        # The vouch: the long-term key says that the short-term key, and this server, are meant.
+        # The vouch proves that the long-term key belongs to the short-term key, for this server.
         vouched = nacl.crypto_box_open(vouch[16:], b"VOUCH---" + vouch[:16], long_term, self._secret)
         if not secrets.compare_digest(vouched, self._client + self._server.public):
-            raise NotAdmittedError("the key it vouches for is not that of its HELLO")
+            raise NotAdmittedError("the vouch is not for the key of HELLO")
         key = z85.encode(long_term)
         if not self._server.admits(key):
             raise NotAdmittedError("its key does not open this port")
-        self._secret = b""  # it has done its work
+        self._secret = b""  # not needed any more
         self.key = key
         self.properties = frames.read_properties(content[_KEY_BYTES + _VOUCH_BYTES :])
         box_of_both = CurveBox(shared, last_received=int.from_bytes(nonce, "big"))
@@ -111,18 +106,16 @@ class CurveHandshake:
         return frames.command(b"READY", ready + nacl.crypto_box_afternm(self._own, b"CurveZMQREADY---" + ready, shared))
 
 
-class CurveClientHandshake:
-    """The other side of CurveHandshake. Keys are Z85; the peer has to hold the secret half of `server_public`."""
+class CurveClientHandshake(Handshake):
+    """The client's side. Keys are Z85; the peer must hold the secret key of `server_public`."""
+
+    mechanism = b"CURVE"
 
     def __init__(self, public: bytes, secret: bytes, server_public: bytes, own_properties: bytes) -> None:
-        self.mechanism = b"CURVE"
-        self.as_server = False
+        super().__init__(own_properties)
         self.key = server_public
-        self.properties: dict[bytes, bytes] | None = None
-        self.box: Box | None = None
         self._public, self._secret = z85.decode(public), z85.decode(secret)
         self._server = z85.decode(server_public)
-        self._own = own_properties
         self._short_public, self._short_secret = nacl.crypto_box_keypair()
         self._shared = b""
 
@@ -135,16 +128,16 @@ class CurveClientHandshake:
         try:
             return self._take_ready(command) if self._shared else self._initiate(command)
         except CryptoError as error:
-            raise ViolationError(f"its keys are not those that it should have: {error}") from error
+            raise ViolationError(f"the server does not hold the expected key: {error}") from error
 
     def _initiate(self, welcome: bytes) -> bytes:
         head = b"\x07WELCOME"
         nonce, box = welcome[len(head) : len(head) + 16], welcome[len(head) + 16 :]
         if not welcome.startswith(head) or len(nonce) != 16:
-            raise ViolationError(f"it does not answer HELLO with WELCOME but with {welcome[:16]!r}")
+            raise ViolationError(f"the answer to HELLO is not WELCOME but {welcome[:16]!r}")
         opened = nacl.crypto_box_open(box, b"WELCOME-" + nonce, self._server, self._short_secret)
         if len(opened) != _KEY_BYTES + _COOKIE_BYTES:
-            raise ViolationError("WELCOME has another length")
+            raise ViolationError("WELCOME has the wrong length")
         server_short, cookie = opened[:_KEY_BYTES], opened[_KEY_BYTES:]
         self._shared = nacl.crypto_box_beforenm(server_short, self._short_secret)
         vouch_nonce = secrets.token_bytes(16)
@@ -161,16 +154,16 @@ class CurveClientHandshake:
         head = b"\x05READY"
         nonce, box = command[len(head) : len(head) + _NONCE_BYTES], command[len(head) + _NONCE_BYTES :]
         if not command.startswith(head) or len(nonce) != _NONCE_BYTES:
-            raise ViolationError(f"it does not answer INITIATE with READY but with {command[:16]!r}")
+            raise ViolationError(f"the answer to INITIATE is not READY but {command[:16]!r}")
         opened = nacl.crypto_box_open_afternm(box, b"CurveZMQREADY---" + nonce, self._shared)
         self.properties = frames.read_properties(opened)
-        self._secret = self._short_secret = b""  # they have done their work
+        self._secret = self._short_secret = b""  # not needed any more
         self.box = CurveBox(self._shared, sent=2, last_received=int.from_bytes(nonce, "big"), as_server=False)
         return b""
 
 
 class CurveBox:
-    """Closes and opens frames under the keys of one connection. Nonces count up: none is taken twice.
+    """Encrypts and decrypts frames with the keys of one connection. Nonces count up; none is accepted twice.
 
     sent, last_received: nonces that the handshake used.
     """
@@ -186,22 +179,22 @@ class CurveBox:
         return self._sent.to_bytes(_NONCE_BYTES, "big")
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """The frame to send for one with these flags."""
+        """Return the frame to send for one with these flags."""
         inner = (_INNER_MORE if flags & MORE else 0) | (_INNER_COMMAND if flags & COMMAND else 0)
         nonce = self.next_nonce()
         box = nacl.crypto_box_afternm(bytes((inner,)) + body, self._mine + nonce, self._shared)
         return frames.frame(0, b"".join((_MESSAGE_HEAD, nonce, box)))
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Flags and body of the frame that a received one carries. Raises ViolationError."""
+        """Return flags and body of the frame in an encrypted one. Raises ViolationError."""
         nonce = body[len(_MESSAGE_HEAD) : _MESSAGE_BEGIN]
         number = int.from_bytes(nonce, "big")
         if not body.startswith(_MESSAGE_HEAD) or number <= self._received:
-            raise ViolationError("a frame is no MESSAGE, or one that has been here before")
+            raise ViolationError("a frame is not MESSAGE, or has an old nonce")
         try:
             content = nacl.crypto_box_open_afternm(body[_MESSAGE_BEGIN:], self._peers + nonce, self._shared)
         except CryptoError as error:
-            raise ViolationError("a MESSAGE was not made with the keys of this connection") from error
+            raise ViolationError("a MESSAGE is not encrypted with the keys of this connection") from error
         if not content:
             raise ViolationError("a MESSAGE is empty")
         self._received = number

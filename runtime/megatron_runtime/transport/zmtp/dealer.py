@@ -1,7 +1,7 @@
-"""A DEALER on the event loop: one connection to a ROUTER, made again when it ends. What it takes in has a bound.
+"""A DEALER on the event loop: one connection to a ROUTER, opened again when it ends. Its memory is bounded in bytes.
 
-ZeroMQ's own socket has none: its limits are for one frame and for whole messages, and a message that never ends fills
-the memory of the process that reads it.
+libzmq limits the size of a frame and the number of messages, so a message of endless frames fills the memory of the
+process that reads it.
 """
 
 from __future__ import annotations
@@ -46,11 +46,12 @@ def parse_address(address: str) -> tuple[str, int] | Path:
 
 
 class Dealer:
-    """Connects from start() to close().
+    """Connects, and connects again, from start() to close().
 
+    on_message: called with the frames of each message. Its exceptions are logged and counted.
+    on_open:    called after each handshake: send() works from then on.
     keys:       its own pair and the ROUTER's key; None: no encryption.
-    attempt:    which of the ROUTER's keys to use, where there are several.
-    on_message: called with the frames of each message. What it raises is logged and counted.
+    attempt:    selects one of the ROUTER's keys, if there are several.
     max_message_bytes: a larger message ends the connection.
     """
 
@@ -59,6 +60,7 @@ class Dealer:
         address: str,
         on_message: Callable[[Frames], None],
         *,
+        on_open: Callable[[], None] = lambda: None,
         keys: PeerKeys | None = None,
         attempt: int = 0,
         max_message_bytes: int,
@@ -66,6 +68,7 @@ class Dealer:
         self.handler_errors = 0
         self._address = parse_address(address)
         self._on_message = on_message
+        self._on_open = on_open
         self._keys = keys
         self._attempt = attempt
         self._max_message_bytes = max_message_bytes
@@ -78,12 +81,12 @@ class Dealer:
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"dealer {self._address}")
 
     def send(self, message: Frames) -> bool:
-        """False where there is no open connection, or too much waits on it: nothing is kept for later."""
+        """Send on the open connection. False without one, or if its buffer is full; the message is then dropped."""
         connection = self._connection
         return connection is not None and connection.is_open and connection.send(message)
 
     def close(self, *, linger_ms: int = 0) -> None:
-        """Idempotent. What was sent has `linger_ms` to go out."""
+        """Idempotent. Waits up to `linger_ms` until the sent messages have left."""
         if self._task is not None:
             self._task.cancel()
             self._task = None
@@ -129,10 +132,10 @@ class Dealer:
         server = self._keys.server_key(self._attempt)
         return CurveClientHandshake(self._keys.own.public, self._keys.own.secret, server, _PROPERTIES)
 
-    # --- what the connection tells --------------------------------------------------------------------------------
+    # --- callbacks of the connection ------------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
-        if self._task is None:  # closed meanwhile
+        if self._task is None:  # close() came first
             connection.abort()
             return
         self._connection = connection
@@ -140,6 +143,7 @@ class Dealer:
 
     def admitted(self, connection: Connection, _routing_id: bytes) -> PeerId:
         self._stop_timer()
+        asyncio.get_running_loop().call_soon(self._on_open)
         return 0, b"admitted"
 
     def received(self, _peer: PeerId, message: Frames) -> None:

@@ -1,4 +1,4 @@
-"""ZMTP as bytes: greeting, frames, commands and their properties. No sockets, no state."""
+"""Encoding of ZMTP: greeting, frames, commands and properties. Pure functions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import struct
 from collections.abc import Iterable, Sequence
 
 MORE, LONG, COMMAND = 1, 2, 4
-"""Flags of a frame: another one follows; its size has eight bytes, not one; it is a command."""
+"""Flags of a frame: another frame of the message follows; the size has eight bytes, not one; it is a command."""
 GREETING_BYTES = 64
 LONG_HEADER_BYTES = 9
 
@@ -17,11 +17,11 @@ _LENGTH = struct.Struct(">I")
 _PING_NAME = b"\x04PING"
 _TIME_TO_LIVE_BYTES = 2
 PING = _PING_NAME + bytes(_TIME_TO_LIVE_BYTES)
-"""The body of the command that asks for a PONG. How long the peer waits for words of ours is left to it."""
+"""The body of PING, with a time to live of 0: the peer decides how long it waits for our next frame."""
 
 
 class ViolationError(ValueError):
-    """The peer does not keep to the protocol: its connection ends."""
+    """The peer violates the protocol, and its connection is closed."""
 
 
 def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
@@ -31,9 +31,9 @@ def greeting(mechanism: bytes, *, as_server: bool) -> bytes:
 def check_greeting(data: bytes, mechanism: bytes) -> None:
     """Raises ViolationError unless the peer speaks version 3 and the same security mechanism."""
     if data[0] != 0xFF or not data[9] & 1 or data[10] < 3:
-        raise ViolationError("it does not speak ZMTP 3")
+        raise ViolationError("the greeting is not of ZMTP 3")
     if data[12:32] != mechanism.ljust(20, b"\0"):
-        raise ViolationError(f"its security mechanism is not {mechanism.decode()}")
+        raise ViolationError(f"the security mechanism is not {mechanism.decode()}")
 
 
 def frame(flags: int, body: bytes) -> bytes:
@@ -44,18 +44,18 @@ def frame(flags: int, body: bytes) -> bytes:
 
 
 def message(frames: Sequence[bytes]) -> bytes:
-    """A whole message without a security mechanism."""
+    """Return a whole unencrypted message."""
     last = len(frames) - 1
     return b"".join(frame(MORE if number < last else 0, body) for number, body in enumerate(frames))
 
 
 def command(name: bytes, body: bytes = b"") -> bytes:
-    """The body of a command's frame."""
+    """Return the body of a command's frame."""
     return b"".join((bytes((len(name),)), name, body))
 
 
 def pong(body: bytes) -> bytes | None:
-    """The answer to the body of a command; None to one that is not PING."""
+    """Return the answer to PING; None for another command."""
     if not body.startswith(_PING_NAME):
         return None
     return command(b"PONG", body[len(_PING_NAME) + _TIME_TO_LIVE_BYTES :])
@@ -70,20 +70,17 @@ def properties(values: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def read_properties(data: bytes) -> dict[bytes, bytes]:
-    """Names in lower case: they are the same in either.
-
-    Raises ViolationError.
-    """
+    """Return properties by their names in lower case, because names ignore case. Raises ViolationError."""
     found = {}
     position = 0
     while position < len(data):
         name_end = position + 1 + data[position]
         value_begin = name_end + _LENGTH.size
         if value_begin > len(data):
-            raise ViolationError("a property is cut short")
+            raise ViolationError("a property is truncated")
         value_end = value_begin + _LENGTH.unpack_from(data, name_end)[0]
         if value_end > len(data):
-            raise ViolationError("a property is cut short")
+            raise ViolationError("a property is truncated")
         found[data[position + 1 : name_end].lower()] = data[value_begin:value_end]
         position = value_end
     return found

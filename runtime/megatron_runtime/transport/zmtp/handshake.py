@@ -1,11 +1,12 @@
-"""How two peers of ZMTP meet, and the mechanism without keys.
+"""The handshake of a connection, and the mechanism without keys.
 
-Bytes in, bytes out: `receive` takes one command of the peer and gives the one to answer with. When it is over,
-`properties` has what the peer said of itself; from then on `box`, where there is one, closes and opens every frame.
+A handshake is a function of bytes: `receive` takes one command of the peer and returns the answer. When it is over,
+`properties` are those of the peer, and `box`, if there is one, encrypts and decrypts every frame.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Protocol
 
 from megatron_runtime.transport.zmtp import frames
@@ -13,48 +14,52 @@ from megatron_runtime.transport.zmtp.frames import ViolationError
 
 
 class NotAdmittedError(ViolationError):
-    """The peer has no key, or not one that opens this port."""
+    """The peer has no key, or none that opens this port."""
 
 
 class Box(Protocol):
     """The encryption of one connection."""
 
     def close(self, flags: int, body: bytes) -> bytes:
-        """The frame to send for one with these flags."""
+        """Return the frame to send for one with these flags."""
 
     def open(self, body: bytes) -> tuple[int, bytes]:
-        """Flags and body of the frame that a received one carries. Raises ViolationError."""
+        """Return flags and body of the frame in an encrypted one. Raises ViolationError."""
 
 
-class Handshake(Protocol):
-    """One side's part. key: the Z85 public key that the peer has proved to hold; b"" without keys.
+class Handshake(ABC):
+    """One side of a handshake.
 
-    as_server: what the greeting says.
+    mechanism, as_server: fields of the greeting.
+    key:        the Z85 public key that the peer has proved to hold; b"" without keys.
+    properties: metadata of the peer; None until the handshake is over.
     """
 
     mechanism: bytes
-    as_server: bool
-    key: bytes
-    properties: dict[bytes, bytes] | None
-    box: Box | None
+    as_server = False
+
+    def __init__(self, own_properties: bytes) -> None:
+        self.key = b""
+        self.properties: dict[bytes, bytes] | None = None
+        self.box: Box | None = None
+        self._own = own_properties
 
     def begin(self) -> bytes:
-        """The first command; b"" where the peer begins."""
+        """Return the first command; b"" if the peer begins."""
+        return b""
 
+    @abstractmethod
     def receive(self, command: bytes) -> bytes:
-        """The answer to the peer's next command; b"" where there is none. Raises ViolationError."""
+        """Return the answer to the peer's next command; b"" if there is none. Raises ViolationError."""
 
 
-class NullHandshake:
-    """Each says READY, and what it is. begins: before the peer has."""
+class NullHandshake(Handshake):
+    """Both sides send READY with their properties. begins: before the peer does."""
+
+    mechanism = b"NULL"
 
     def __init__(self, own_properties: bytes, *, begins: bool = False) -> None:
-        self.mechanism = b"NULL"
-        self.as_server = False
-        self.key = b""
-        self.box: Box | None = None
-        self.properties: dict[bytes, bytes] | None = None
-        self._own = own_properties
+        super().__init__(own_properties)
         self._begins = begins
 
     def begin(self) -> bytes:
@@ -63,6 +68,6 @@ class NullHandshake:
     def receive(self, command: bytes) -> bytes:
         head = frames.command(b"READY")
         if not command.startswith(head):
-            raise ViolationError("it does not begin with READY")
+            raise ViolationError("the first command is not READY")
         self.properties = frames.read_properties(command[len(head) :])
         return b"" if self._begins else frames.command(b"READY", self._own)

@@ -1,4 +1,4 @@
-"""A ROUTER on the event loop: one port, its connections, and messages to and from each."""
+"""A ROUTER on the event loop: one port and its connections."""
 
 from __future__ import annotations
 
@@ -22,26 +22,25 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_SECONDS = 30.0
 MAX_HANDSHAKES = 1000
-"""At once. Beyond it, who has been at it for longest gives way."""
+"""Handshakes in progress. A further one ends the oldest."""
 CLOSING_SECONDS = 1.0
 _BACKLOG = 1024
 _PROPERTIES = frames.properties([(b"Socket-Type", b"ROUTER"), (b"Identity", b"")])
 
 
 class Router:
-    """Names a connection by its port's `number` and a routing id: the one its peer brought, or one of its own.
+    """Accepts connections, and names each by the port's `number` and a routing id, the peer's own or a generated one.
 
-    A routing id that is brought again belongs to the connection that brought it last, and the one before ends; but not
-    to one with another key.
+    If two connections send the same routing id, the later one gets the name and the earlier one ends; but if their keys
+    differ, the later one ends.
 
-    connections:  where those that are admitted are found by their names; other ports may share it.
-    handshake:    makes the server's part of a handshake that gives the peer these properties.
-    on_message:   called with the peer and the frames of each message. What it raises is logged and counted.
-    on_gone:      called for each connection that ends and that neither cut() nor close() ended, with the peer and
-                  whether its side ended it: by a FIN or RST, as the system sends for a process that ends.
+    connections:  the connections after their handshake, by name. Other ports may share it.
+    handshake:    creates the server's side of a handshake with these properties.
+    on_message:   called with the peer and the frames of each message. Its exceptions are logged and counted.
+    on_gone:      called for each connection that ends other than by cut() or close(), with the peer and whether the
+                  peer ended it, by a FIN or RST, as the system sends for a process that ends.
     on_refused:   called for each connection that ends because its keys do not open the port.
-    check_seconds: a connection from which nothing has come for two to three times as long is ended. Asked each time, a
-                  peer that lives answers.
+    check_seconds: interval of PING. A connection without a byte in two to three intervals is ended.
     type, last_endpoint: as those of a zmq.Socket.
     """
 
@@ -82,10 +81,8 @@ class Router:
         self._closing = False
         self._next_id = secrets.randbits(32)
 
-    # --- life -----------------------------------------------------------------------------------------------------
-
     def bind(self, host: str, port: int) -> str:
-        """Listen, and give the address. "*" is all of IPv4, "::" of both; port 0 is a free one. Raises OSError."""
+        """Listen, and return the address. "*": IPv4; "::": IPv4 and IPv6; port 0: a free port. Raises OSError."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         both = host == "::" and socket.has_dualstack_ipv6()
         where = ("" if host == "*" else host, port)
@@ -95,7 +92,7 @@ class Router:
         return self._listen(listener, address, self._loop.create_server(self._connection, sock=listener))
 
     def bind_path(self, path: Path) -> str:
-        """Listen on a Unix socket, and give the address. Raises OSError."""
+        """Listen on a Unix socket, and return the address. Raises OSError."""
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(path))
         listener.listen(_BACKLOG)
@@ -103,13 +100,13 @@ class Router:
         return self._listen(listener, f"ipc://{path}", server)
 
     def close(self) -> None:
-        """Listen no more, and end each connection when what was sent on it has gone out. Idempotent."""
+        """Stop listening, and end each connection when its sent messages have left. Idempotent."""
         if self._checks is not None:
             self._checks.cancel()
             self._checks = None
         self._closing = True
         for listener, server in self._listeners:
-            # Whatever the loop still does with it: from now on its port is free.
+            # The port is free from now on, whenever the loop closes the listener.
             listener.shutdown(socket.SHUT_RDWR)
             server.add_done_callback(lambda done: done.result().close())
         self._listeners.clear()
@@ -120,7 +117,7 @@ class Router:
                 connection.abort()
 
     async def closed(self, *, seconds: float = CLOSING_SECONDS) -> None:
-        """Return when every connection has ended. What cannot be sent in `seconds` is lost."""
+        """Return when every connection has ended. Messages that cannot be sent in `seconds` are lost."""
         try:
             await asyncio.wait_for(self._ended.wait(), seconds)
         except TimeoutError:
@@ -128,7 +125,7 @@ class Router:
                 connection.abort()
 
     def _listen(self, listener: socket.socket, address: str, server: Coroutine[Any, Any, asyncio.Server]) -> str:
-        # Whoever connects before this task runs waits in the listener's queue.
+        # A peer that connects before this task runs waits in the listener's backlog.
         self._listeners.append((listener, self._loop.create_task(server)))
         if self._checks is None:
             self._checks = self._loop.call_later(self._check_seconds, self._check)
@@ -144,14 +141,14 @@ class Router:
         )
 
     def _check(self) -> None:
-        """Ask each for a word, and end those of whom there was none since they were asked twice."""
+        """Send PING to each connection, and end those that sent nothing since the last two."""
         self._checks = self._loop.call_later(self._check_seconds, self._check)
         silent, self._silent = self._silent, set()
         for connection in [connection for connection in self._all if connection.is_open]:
             if connection.heard:
                 connection.heard = False
             elif connection in silent:
-                logger.info("connection %s: silent; ended", connection.peer)
+                logger.info("connection %s ended: no answer to PING", connection.peer)
                 connection.abort()
                 continue
             else:
@@ -159,12 +156,12 @@ class Router:
             connection.ping()
 
     def cut(self, peer: PeerId) -> None:
-        """End a connection: nothing from it arrives and nothing reaches it any more."""
+        """End a connection. No further message from it is delivered, and none is sent to it."""
         connection = self._connections.pop(peer, None)
         if connection is not None:
             connection.close()
 
-    # --- what connections tell ------------------------------------------------------------------------------------
+    # --- callbacks of the connections -----------------------------------------------------------------------------
 
     def opened(self, connection: Connection) -> None:
         self._all.add(connection)
@@ -217,7 +214,7 @@ class Router:
             self._ended.set()
 
     def flush(self) -> None:
-        """Hand what connections have to send to the system."""
+        """Pass the messages of all connections to the system."""
         unsent, self._unsent = self._unsent, []
         for connection in unsent:
             connection.flush()

@@ -1,34 +1,93 @@
-"""The decoder as a GPU runs it: nine launches a layer of a Llama, four of them products of matrices by torch.
+"""The decoder on a GPU: nine launches a layer of a Llama, four of them torch's (cuBLAS) matrix products.
 
 Shapes: T tokens of a step, N rows of them, D hidden, V vocabulary, L layers, P pages, X tokens of a page, E = keys and
 values of one token, H query heads, K key-value heads, C size of a head, S longest sequence, F = C / 2 rotary pairs.
+In a mixture of experts: A tokens of all expert ranks' steps, Y experts of this rank.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import fields, replace
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 
 from megatron_kernels.registry import Kernels
-from megatron_runtime.backends.native.cuda.mixture import DeviceMixture
+from megatron_kernels.tuning import expert_places
 from megatron_runtime.backends.native.cuda.step_buffers import DeviceStep
-from megatron_runtime.distributed.collectives import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
-from megatron_runtime.models.config import ModelConfig
-from megatron_runtime.models.decoder import DecoderWeights, FeedForward, LayerWeights, embed
-from megatron_runtime.models.layers.rotary import inverse_frequencies
+from megatron_runtime.models.config import ModelConfig, MoEConfig
+from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
+from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
 
-class KernelDecoder:
-    """A function of weights and cache, made of the operations in `kernels`. No launch depends on what a step holds.
+class StackedLinear(Linear):
+    """Matrix `number` of several that lie in `stack_YNK`, one after the other."""
 
-    weights:    matrices and tables on the device already; norms and biases are brought there.
+    def __init__(self, stack_YNK: torch.Tensor, number: int) -> None:
+        super().__init__(stack_YNK[number], packed=False)
+        self.stack_YNK = stack_YNK
+
+
+class DeviceLinears(DenseLinears):
+    """Implements LinearFactory: dense matrices, each copied to the device as soon as it is read."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(dtype)
+        self._device = device
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        return super().linear(self._moved(weight_NK))
+
+    def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
+        stack_YNK: torch.Tensor | None = None
+        for number, weight_NK in enumerate(weights):
+            if stack_YNK is None:
+                stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self.dtype, device=self._device)
+            stack_YNK[number].copy_(_dense(weight_NK))
+        assert stack_YNK is not None, "a layer has experts"
+        return tuple(StackedLinear(stack_YNK, number) for number in range(count))
+
+    def embedding(self, weight_VD: Weight) -> Embedding:
+        return super().embedding(self._moved(weight_VD))
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        return super().tied(self._moved(weight_VD))
+
+    def _moved(self, weight: Weight) -> torch.Tensor:
+        return _dense(weight).to(self._device, self.dtype)
+
+
+class DeviceMixture:
+    """A mixture of experts whose launches do not depend on the routing. `weights` were made by DeviceLinears."""
+
+    def __init__(self, weights: ExpertWeights, device: torch.device) -> None:
+        self._router_ND = weights.router_XD.dense().to(device)
+        self._gate_up_YGD = _stack([expert.gate_up_FD for expert in weights.experts])
+        self._down_YDF = _stack([expert.down_DF for expert in weights.experts])
+        self._first = weights.first
+
+    def __call__(self, x_AD: torch.Tensor, moe: MoEConfig, kernels: Kernels) -> torch.Tensor:
+        """What this rank's experts add to y_AD."""
+        places = expert_places(tokens=len(x_AD), top_k=moe.experts_per_token, num_experts=moe.num_experts)
+        routing = kernels.moe_routing(
+            F.linear(x_AD, self._router_ND), top_k=moe.experts_per_token, normalize=moe.normalize, alignment=places
+        )
+        return kernels.moe_experts(
+            x_AD, self._gate_up_YGD, self._down_YDF, routing, first=self._first, alignment=places
+        )
+
+
+class KernelDecoder(Decoder):
+    """A function of weights and cache, made of the operations in `kernels`. No launch depends on a step's contents.
+
+    weights:    matrices and tables on the device already; norms and biases are copied there.
     max_length: tokens of the longest sequence.
-    shard, collectives: which part of the model `weights` are, and how this rank speaks to the others.
     """
 
     def __init__(
@@ -42,51 +101,33 @@ class KernelDecoder:
         shard: Shard | None = None,
         collectives: Collectives | None = None,
     ) -> None:
-        self.config = config
-        self._shard = shard = shard or Shard()
-        self._collectives: Collectives = collectives or OneRank()
-        self._layer_numbers = shard.layers(config.num_layers)
-        self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
+        layers = tuple(_moved(layer, device) for layer in weights.layers)
+        weights = replace(_moved(weights, device), layers=layers)
+        super().__init__(config, weights, shard=shard, collectives=collectives)
         self._kernels = kernels
-        self._weights = _on_device(weights, device)
-        self._mlps = [_mlp_on_device(layer, device) for layer in weights.layers]
-        self._window = config.sliding.window if config.sliding is not None else None
-        self._is_local = [config.is_local(layer) for layer in self._layer_numbers]
-        frequencies_F = inverse_frequencies(
-            head_dim=config.head_dim, theta=config.rope_theta, scaling=config.rope_scaling
-        )
-        self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(frequencies_F, max_length).to(device)
-        if config.sliding is not None and config.sliding.rope_theta is not None:
-            frequencies_F = inverse_frequencies(head_dim=config.head_dim, theta=config.sliding.rope_theta)
-            self._local_cos_sin_S2F = _cos_sin(frequencies_F, max_length).to(device)
+        self._mlps = [
+            layer.mlp if isinstance(layer.mlp, FeedForward) else DeviceMixture(layer.mlp, device) for layer in layers
+        ]
+        self._cos_sin_S2F = self._local_cos_sin_S2F = _cos_sin(self._frequencies, max_length).to(device)
+        if self._local_frequencies is not self._frequencies:
+            self._local_cos_sin_S2F = _cos_sin(self._local_frequencies, max_length).to(device)
 
     def __call__(self, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
         """Write the step's keys and values to the cache; return x_TD before the last norm."""
-        return self.run_layers(self.embed(step), step, cache_LPXE)
-
-    def embed(self, step: DeviceStep) -> torch.Tensor:
-        """x_TD of the step's tokens, in the first pipeline stage."""
-        embedding, vocab_size = self._weights.embedding, self.config.vocab_size
-        assert embedding is not None, "this rank is of a later pipeline stage"
-        held = self._shard.vocabulary(vocab_size)
-        x_TD = embed(embedding, step.token_ids_T, held, vocab_size, self._collectives)
-        if self.config.embedding_scale == 1.0:
-            return x_TD
-        # Families that scale round the factor to the type of their activations.
-        return x_TD * float(torch.tensor(self.config.embedding_scale, dtype=x_TD.dtype))
+        return self.run_layers(self.embed(step.token_ids_T), step, cache_LPXE)
 
     def run_layers(self, residual_TD: torch.Tensor, step: DeviceStep, cache_LPXE: torch.Tensor) -> torch.Tensor:
-        """Hidden states after this rank's layers. Overwrites those given."""
-        kernels, weights, config = self._kernels, self._weights, self.config
-        turn = local_turn = _turn(self._cos_sin_S2F, step)
+        """Hidden states after this rank's layers. Overwrites `residual_TD`."""
+        kernels, config = self._kernels, self.config
+        rotated = local_rotated = _rotation(self._cos_sin_S2F, step)
         if self._local_cos_sin_S2F is not self._cos_sin_S2F:
-            local_turn = _turn(self._local_cos_sin_S2F, step)
+            local_rotated = _rotation(self._local_cos_sin_S2F, step)
         added_TD: torch.Tensor | None = None
         for number, layer, mlp, cache_PXE, is_local in zip(
-            self._layer_numbers, weights.layers, self._mlps, cache_LPXE, self._is_local, strict=True
+            self._layer_numbers, self.weights.layers, self._mlps, cache_LPXE, self._is_local, strict=True
         ):
             self._collectives.begin_layer(number)
-            cos_TF, sin_TF = local_turn if is_local else turn
+            cos_TF, sin_TF = local_rotated if is_local else rotated
             normed_TD = self._norm(added_TD, residual_TD, layer.attention_norm_D)
             qkv_TQ = layer.qkv_QD(normed_TD)
             if layer.qkv_bias_Q is not None:
@@ -113,10 +154,9 @@ class KernelDecoder:
 
     def logits(self, x_ND: torch.Tensor) -> torch.Tensor:
         """logits_NV, in the type of the weights, of rows of what a step returned. Overwrites nothing."""
-        weights = self._weights
-        assert weights.norm_D is not None, "this rank is of an earlier pipeline stage"
-        assert weights.head_WD is not None, "this rank is of an earlier pipeline stage"
-        logits_NW = weights.head_WD(self._norm(None, x_ND, weights.norm_D))
+        norm_D, head_WD = self.weights.norm_D, self.weights.head_WD
+        assert norm_D is not None and head_WD is not None, "this rank is of an earlier pipeline stage"  # noqa: PT018
+        logits_NW = head_WD(self._norm(None, x_ND, norm_D))
         return self._collectives.gather_logits(logits_NW, self.config.vocab_size).contiguous()
 
     def sample(self, logits_BV: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,35 +174,21 @@ class KernelDecoder:
     def _attend(
         self, q_THC: torch.Tensor, cache_PXE: torch.Tensor, step: DeviceStep, *, is_local: bool
     ) -> torch.Tensor:
-        kernels, kv_heads, scale = self._kernels, self._kv_heads, self.config.attention_scale
-        window = self._window if is_local else None
-        count, tables_BM, lengths_B = step.decodes, step.block_table_BM, step.lengths_B
+        kernels, count = self._kernels, step.decodes
+        tables_BM, lengths_B = step.block_table_BM, step.lengths_B
+        options: dict[str, Any] = {
+            "num_kv_heads": self._kv_heads,
+            "scale": self.config.attention_scale,
+            "window": self.sliding_window if is_local else None,
+        }
         parts = []
         if count:
             parts.append(
-                kernels.paged_decode(
-                    q_THC[:count],
-                    cache_PXE,
-                    tables_BM[:count],
-                    lengths_B[:count],
-                    num_kv_heads=kv_heads,
-                    scale=scale,
-                    window=window,
-                )
+                kernels.paged_decode(q_THC[:count], cache_PXE, tables_BM[:count], lengths_B[:count], **options)
             )
         if count < len(lengths_B):
-            parts.append(
-                kernels.paged_prefill(
-                    q_THC[count:],
-                    cache_PXE,
-                    tables_BM[count:],
-                    lengths_B[count:],
-                    step.prefill_starts,
-                    num_kv_heads=kv_heads,
-                    scale=scale,
-                    window=window,
-                )
-            )
+            prompts = q_THC[count:], cache_PXE, tables_BM[count:], lengths_B[count:], step.prefill_starts
+            parts.append(kernels.paged_prefill(*prompts, **options))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _feed_forward(self, mlp: FeedForward | DeviceMixture, x_TD: torch.Tensor) -> torch.Tensor:
@@ -186,24 +212,25 @@ def _cos_sin(frequencies_F: torch.Tensor, max_length: int) -> torch.Tensor:
     return torch.cat((angles_SF.cos(), angles_SF.sin()), dim=1)
 
 
-def _turn(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
+def _rotation(cos_sin_S2F: torch.Tensor, step: DeviceStep) -> tuple[torch.Tensor, torch.Tensor]:
     """cos_TF and sin_TF of the step's tokens."""
     cos_TF, sin_TF = cos_sin_S2F.index_select(0, step.positions_T).chunk(2, dim=1)
     return cos_TF, sin_TF
 
 
-def _on_device(weights: DecoderWeights, device: torch.device) -> DecoderWeights:
-    """With all plain tensors there. What made the matrices put them where they belong."""
-    layers = tuple(_moved(layer, device) for layer in weights.layers)
-    return replace(_moved(weights, device), layers=layers)
+def _stack(linears: list[Linear]) -> torch.Tensor:
+    first = linears[0]
+    assert isinstance(first, StackedLinear), "made by DeviceLinears.several"
+    return first.stack_YNK
 
 
-def _mlp_on_device(layer: LayerWeights, device: torch.device) -> FeedForward | DeviceMixture:
-    mlp = layer.mlp
-    return mlp if isinstance(mlp, FeedForward) else DeviceMixture(mlp, device)
+def _dense(weight: Weight) -> torch.Tensor:
+    assert isinstance(weight, torch.Tensor), "quantized_kinds is empty"
+    return weight
 
 
 def _moved(weights: _Weights, device: torch.device) -> _Weights:
+    """With all plain tensors on the device. The factory of the matrices put the matrices where they belong."""
     tensors: dict[str, Any] = {
         field.name: value.to(device)
         for field in fields(weights)

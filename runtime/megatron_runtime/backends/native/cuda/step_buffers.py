@@ -1,4 +1,4 @@
-"""What a step plan says, on the device: two copies a step, to addresses that never move: graphs can be replayed.
+"""A step plan on the device: two copies a step, to addresses that do not change, so that graphs can be replayed.
 
 T tokens, B sequences (rows), M pages of a block table.
 """
@@ -11,13 +11,22 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from megatron_runtime.backends.native.executor import StepPlan
-
-Int64 = npt.NDArray[np.int64]
+from megatron_runtime.backends.native.executor import Int64, StepPlan
 
 _ALIGNMENT = 8
 _PADDING_SLOT = -1
 """A token of padding is not written to the cache."""
+_BY_TOKEN = dict.fromkeys(("token_ids_T", "positions_T", "slots_T"), torch.int64)
+_BY_ROW = {
+    "lengths_B": torch.int32,
+    "temperature_B": torch.float32,
+    "top_k_B": torch.int32,
+    "top_p_B": torch.float32,
+    "min_p_B": torch.float32,
+    "seeds_B": torch.int64,
+    "sample_positions_B": torch.int64,
+}
+"""Types of the tensors of DeviceStep."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,18 +70,8 @@ class StepBuffers:
     """
 
     def __init__(self, *, max_tokens: int, max_rows: int, max_pages: int, device: torch.device) -> None:
-        by_token = dict.fromkeys(("token_ids", "positions", "slots"), torch.int64)
-        by_row = {
-            "lengths": torch.int32,
-            "temperature": torch.float32,
-            "top_k": torch.int32,
-            "top_p": torch.float32,
-            "min_p": torch.float32,
-            "seeds": torch.int64,
-            "sample_positions": torch.int64,
-        }
-        counts = dict.fromkeys(by_token, max_tokens) | dict.fromkeys(by_row, max_rows) | {"starts": max_rows + 1}
-        kinds = by_token | by_row | {"starts": torch.int32}
+        counts = dict.fromkeys(_BY_TOKEN, max_tokens) | dict.fromkeys(_BY_ROW, max_rows) | {"starts": max_rows + 1}
+        kinds = _BY_TOKEN | _BY_ROW | {"starts": torch.int32}
         sizes = {name: _aligned(count * kinds[name].itemsize) for name, count in counts.items()}
         pinned = device.type == "cuda"
         self._host = torch.zeros(sum(sizes.values()), dtype=torch.uint8, pin_memory=pinned)
@@ -88,10 +87,10 @@ class StepBuffers:
             self._tensors[name] = self._device[part].view(kinds[name])
             start += size
         self._sent: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
-        """Recorded behind the copies of a step: until then its numbers on the host must stay."""
+        """Recorded after the copies of a step: until then its numbers on the host must not change."""
 
     def stage(self, plan: StepPlan, *, decode_size: int | None = None) -> StagedStep:
-        """Bring the plan to the device.
+        """Copy the plan to the device.
 
         decode_size: pad a plan of decodes to so many rows; None does not pad.
         """
@@ -107,16 +106,16 @@ class StepBuffers:
         order_T = np.repeat(first_in_plan - (ends - counts), counts) + np.arange(tokens)
         batch, numbers = plan.sampling, self._numbers
         for name, values in (
-            ("token_ids", plan.token_ids[order_T]),
-            ("positions", plan.positions[order_T]),
-            ("slots", plan.slot_mapping[order_T]),
-            ("lengths", plan.context_lengths[rows]),
-            ("temperature", batch.temperature[rows]),
-            ("top_k", batch.top_k[rows]),
-            ("top_p", batch.top_p[rows]),
-            ("min_p", batch.min_p[rows]),
-            ("seeds", batch.seeds[rows].view(np.int64)),
-            ("sample_positions", batch.positions[rows]),
+            ("token_ids_T", plan.token_ids[order_T]),
+            ("positions_T", plan.positions[order_T]),
+            ("slots_T", plan.slot_mapping[order_T]),
+            ("lengths_B", plan.context_lengths[rows]),
+            ("temperature_B", batch.temperature[rows]),
+            ("top_k_B", batch.top_k[rows]),
+            ("top_p_B", batch.top_p[rows]),
+            ("min_p_B", batch.min_p[rows]),
+            ("seeds_B", batch.seeds[rows].view(np.int64)),
+            ("sample_positions_B", batch.positions[rows]),
         ):
             numbers[name][: len(values)] = values
         numbers["starts"][0] = 0
@@ -133,29 +132,21 @@ class StepBuffers:
         return StagedStep(self.step(size, tokens=tokens, decodes=decodes), rows, ends)
 
     def step(self, rows: int, *, tokens: int, decodes: int) -> DeviceStep:
-        """The tensors of a step of this size, whatever they hold: the same memory each time."""
-        by_row = {name: tensor[:rows] for name, tensor in self._tensors.items()}
+        """The tensors of a step of this size, in the same memory each time, with its current contents."""
+        tensors = self._tensors
         return DeviceStep(
             decodes=decodes,
-            token_ids_T=self._tensors["token_ids"][:tokens],
-            positions_T=self._tensors["positions"][:tokens],
-            slots_T=self._tensors["slots"][:tokens],
             block_table_BM=self._tables_BM[:rows],
-            lengths_B=by_row["lengths"],
-            prefill_starts=self._tensors["starts"][: rows - decodes + 1],
-            temperature_B=by_row["temperature"],
-            top_k_B=by_row["top_k"],
-            top_p_B=by_row["top_p"],
-            min_p_B=by_row["min_p"],
-            seeds_B=by_row["seeds"],
-            sample_positions_B=by_row["sample_positions"],
+            prefill_starts=tensors["starts"][: rows - decodes + 1],
+            **{name: tensors[name][:tokens] for name in _BY_TOKEN},
+            **{name: tensors[name][:rows] for name in _BY_ROW},
         )
 
     def _pad(self, start: int, stop: int) -> None:
-        """Rows of padding see nothing, write nothing, and take the likeliest token of whatever comes out."""
-        for name in ("token_ids", "positions", "lengths", "temperature"):
+        """Make rows of padding, which attend to nothing, write nothing, and sample greedily."""
+        for name in ("token_ids_T", "positions_T", "lengths_B", "temperature_B"):
             self._numbers[name][start:stop] = 0
-        self._numbers["slots"][start:stop] = _PADDING_SLOT
+        self._numbers["slots_T"][start:stop] = _PADDING_SLOT
 
 
 def _aligned(size: int) -> int:

@@ -1,67 +1,25 @@
-"""Requests that hold a slot: their tokens, parameters and pages, as columns indexed by slot. No torch."""
+"""Requests that hold a slot: their tokens, parameters and pages, in columns indexed by slot. No torch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator
-from megatron_runtime.backends.native.kv.prefix_cache import CachedBlock, PrefixCache
+from megatron_runtime.backends.native.admission import OpenRequest
+from megatron_runtime.backends.native.kv.prefix_cache import BlockAllocator, CachedBlock, PrefixCache
 from megatron_runtime.requests.config import InferenceConfig, InvalidConfigError
-from megatron_runtime.requests.errors import (
-    ActiveRequestCountOverflowError,
-    BlockOverflowError,
-    MaxSequenceLengthOverflowError,
-    RequestOverflowError,
-    RequestRefusedError,
-    TensorStateDeallocatedError,
-    TokenOverflowError,
-)
-from megatron_runtime.requests.sampling_params import SamplingParams
-from megatron_runtime.sampling.columns import SamplingColumns
-
-if TYPE_CHECKING:
-    from megatron_runtime.sampling.structured_output import GrammarState
-
-__all__ = [
-    "ActiveRequestCountOverflowError",
-    "BlockOverflowError",
-    "DynamicInferenceContext",
-    "MaxSequenceLengthOverflowError",
-    "RequestOverflowError",
-    "RequestRefusedError",
-    "TensorStateDeallocatedError",
-    "TokenOverflowError",
-]
+from megatron_runtime.sampling.batch import SamplingColumns
 
 Slots = npt.NDArray[np.int64]
 Int32 = npt.NDArray[np.int32]
 
 
-class Admission(Protocol):
-    """What the context reads of a request that gets a slot."""
-
-    tokens: Int32
-    digests: list[bytes]
-    stop_ids: frozenset[int]
-
-    @property
-    def prompt_length(self) -> int: ...
-    @property
-    def params(self) -> SamplingParams: ...
-    @property
-    def seed(self) -> int: ...
-    @property
-    def grammar(self) -> GrammarState | None: ...
-
-
 @dataclass(slots=True)
 class _Chain:
-    """Complete blocks of a slot's prompt: `keys` of all that are to be findable, `blocks` that are, the first ones."""
+    """Complete blocks of a slot's prompt: `keys` of all blocks to cache, `blocks` of the first ones, already cached."""
 
     keys: list[bytes]
     blocks: list[CachedBlock]
@@ -109,7 +67,7 @@ class DynamicInferenceContext:
         self._free_slots = list(range(slots))[::-1]
         self._chains: dict[int, _Chain] = {}
         self._computing: dict[bytes, int] = {}
-        """Blocks that a slot is to compute, by digest."""
+        """The slot that will compute a block, by the block's digest."""
 
     # --- slots --------------------------------------------------------------------------------------------------
 
@@ -134,16 +92,16 @@ class DynamicInferenceContext:
         tokens: Int32 = self.tokens[slot, : self.num_tokens[slot]]
         return tokens
 
-    def admit(self, request: Admission, matched: Sequence[CachedBlock], *, spare_pages: int) -> int | None:
-        """Take a slot, with pages for all its tokens, the first of them from `matched`, as match() returned it.
+    def admit(self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int) -> int | None:
+        """Take a slot, with pages for all tokens of the request; the first pages are those of `matched`, from match().
 
-        None, and nothing taken, where that would leave fewer than `spare_pages`.
+        Returns None, and takes nothing, if fewer than `spare_pages` would be left.
         """
         if not self.has_room(request, matched, spare_pages=spare_pages):
             return None
         tokens = request.tokens
         shared = self.prefix_cache.pin(matched)
-        new = self.prefix_cache.allocate(self._pages_for(len(tokens)) - len(shared))
+        new = self.prefix_cache.allocate(-(-len(tokens) // self.page_size) - len(shared))
         assert new is not None, "pages were counted before"
         slot = self._free_slots.pop()
         pages = np.concatenate([shared, new])
@@ -170,9 +128,9 @@ class DynamicInferenceContext:
         return slot
 
     def has_room(
-        self, request: Admission, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
+        self, request: OpenRequest, matched: Sequence[CachedBlock], *, spare_pages: int, without: Slots | None = None
     ) -> bool:
-        """Whether admit() would take `request`, once the slots `without` were released."""
+        """Whether admit() would take `request` after a release of the slots `without`."""
         available = self.prefix_cache.num_available(matched)
         if without is not None and len(without):
             pages, owners = np.unique(
@@ -180,20 +138,20 @@ class DynamicInferenceContext:
                 return_counts=True,
             )
             freed = pages[self.allocator.references[pages] == owners]
-            # A matched block that only these slots hold is either pinned then, or forgotten and computed again.
+            # A matched block that only these slots hold is pinned then, or evicted and computed again.
             kept = [block.pages for block in matched]
             available += len(np.setdiff1d(freed, np.concatenate(kept)) if kept else freed)
         elif not self._free_slots:
             return False
-        needed = self._pages_for(len(request.tokens)) - len(matched) * self.prefix_cache.pages_per_block
+        needed = -(-len(request.tokens) // self.page_size) - len(matched) * self.prefix_cache.pages_per_block
         return needed + spare_pages <= available
 
     def short_of_pages(self, slots: Slots) -> npt.NDArray[np.int64]:
-        """Indices in `slots` of those that have no page for their newest token."""
+        """Indices in `slots` of slots without a page for their newest token."""
         return np.flatnonzero(self.num_tokens[slots] > self.num_pages[slots] * self.page_size)
 
     def grow(self, slot: int) -> bool:
-        """One more page. False, and nothing taken, when there is none."""
+        """Add a page. Returns False, and takes nothing, if there is none."""
         page = self.prefix_cache.allocate(1)
         if page is None:
             return False
@@ -202,7 +160,7 @@ class DynamicInferenceContext:
         return True
 
     def append(self, slots: Slots, tokens: Int32) -> None:
-        """One more token for each of `slots`."""
+        """Append a token to each of `slots`."""
         self.tokens[slots, self.num_tokens[slots]] = tokens
         self.num_tokens[slots] += 1
         self.sampling.append(slots, tokens)
@@ -220,9 +178,6 @@ class DynamicInferenceContext:
         self.num_tokens[slot] = 0
         self._free_slots.append(slot)
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
     # --- prefix cache -------------------------------------------------------------------------------------------
 
     def tokens_of_blocks(self, blocks: Sequence[CachedBlock]) -> int:
@@ -233,7 +188,7 @@ class DynamicInferenceContext:
         return self.prefix_cache.find(self._usable(digests, num_tokens))
 
     def is_being_computed(self, digests: Sequence[bytes], num_tokens: int, *, num_matched: int) -> bool:
-        """A slot is about to make the block after the matched ones findable: it pays to wait for it."""
+        """Whether a slot will cache the block after the matched ones, so that a request should wait for it."""
         usable = self._usable(digests, num_tokens)
         return num_matched < len(usable) and usable[num_matched] in self._computing
 
@@ -241,7 +196,7 @@ class DynamicInferenceContext:
         return digests[: max(0, num_tokens - 2) // self.block_size]
 
     def register_computed(self, slots: Slots) -> None:
-        """Make complete blocks of the prompts of `slots` findable; call it after the step that computed them."""
+        """Cache the complete prompt blocks of `slots`; call it after the step that computed them."""
         pages_per_block = self.prefix_cache.pages_per_block
         for slot in slots.tolist():
             chain = self._chains[slot]
@@ -258,7 +213,7 @@ class DynamicInferenceContext:
                 chain.blocks.append(block)
 
     def _stop_computing(self, slot: int) -> None:
-        """This slot makes no more blocks findable."""
+        """Cache no more blocks of this slot."""
         chain = self._chains[slot]
         for digest in chain.missing():
             if self._computing.get(digest) == slot:
@@ -266,13 +221,13 @@ class DynamicInferenceContext:
         chain.keys = chain.keys[: len(chain.blocks)]
 
     def clear_prefix_cache(self) -> None:
-        """Forget what blocks hold: the weights have changed. What slots are computing is not made findable either."""
+        """Evict all blocks, because the weights have changed. Blocks under computation are not cached either."""
         for slot in self._chains:
             self._stop_computing(slot)
         self.prefix_cache.clear()
 
     def held_pages(self) -> npt.NDArray[np.int64]:
-        """Pages with KV that somebody may read again: of slots, and of cached blocks."""
+        """Pages whose KV may be read again: those of slots and of cached blocks."""
         return np.flatnonzero((self.allocator.references > 0) | self.allocator.kept)
 
     # --- introspection ------------------------------------------------------------------------------------------
@@ -294,4 +249,4 @@ class DynamicInferenceContext:
                     raise AssertionError(f"slot {slot} does not hold its cached block {index}")
         for digest, slot in self._computing.items():
             if digest not in self._chains[slot].missing():
-                raise AssertionError(f"slot {slot} is said to compute a block that it does not")
+                raise AssertionError(f"slot {slot} is registered to compute a block that it does not")

@@ -1,4 +1,7 @@
-"""Which blocks of the KV cache hold which prefix, so that requests with equal prefixes share them.
+"""Pages of the KV cache: their owners, and the prefixes they hold, so that requests with equal prefixes share them.
+
+A usable page is free, held (by one owner or more), or idle: kept for the prefix cache while no request holds it. The
+last page is a dummy: padding points at it, and it has no owner.
 
 A block is `pages_per_block` pages with the KV of one complete block of prompt tokens. Its key is the digest of its
 tokens and all before them, so equal keys mean equal KV. A request that holds a block holds all blocks before it.
@@ -11,9 +14,98 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron_runtime.backends.native.kv.block_allocator import BlockAllocator, Pages
 from megatron_runtime.requests.config import PrefixCachingEvictionPolicy
+
+Pages = npt.NDArray[np.int32]
+
+
+class BlockAllocator:
+    """A last-in-first-out bag of page ids 0 … num_pages − 2; page num_pages − 1 is the dummy.
+
+    references: int32 [num_pages]; owners of each page.
+    kept:       bool [num_pages]; pages that do not become free when their last owner releases them.
+    num_usable, num_free, num_idle: counts of pages.
+    """
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages={num_pages}: want at least 2 (one is a dummy); give more kv_cache_memory")
+        self.num_pages = num_pages
+        self.dummy = self.num_usable = self.num_free = num_pages - 1
+        self.num_idle = 0
+        self.references = np.zeros(num_pages, dtype=np.int32)
+        self.kept = np.zeros(num_pages, dtype=bool)
+        self._free = np.arange(self.num_usable, dtype=np.int32)[::-1].copy()
+
+    @property
+    def num_held(self) -> int:
+        """Pages with an owner, each counted once."""
+        return self.num_usable - self.num_free - self.num_idle
+
+    def allocate(self, count: int) -> Pages | None:
+        """`count` free pages, each with one owner; None, and no page taken, if there are too few."""
+        if count > self.num_free:
+            return None
+        self.num_free -= count
+        pages = self._free[self.num_free : self.num_free + count][::-1].copy()
+        self.references[pages] = 1
+        return pages
+
+    def pin(self, pages: Pages) -> None:
+        """Add an owner to each of `pages`, which are distinct and held or idle."""
+        self.num_idle -= int((self.references[pages] == 0).sum())
+        self.references[pages] += 1
+
+    def release(self, pages: Pages) -> Pages:
+        """Remove an owner for each entry of `pages`. Returns the pages without an owner, each once."""
+        np.subtract.at(self.references, pages, 1)
+        unowned: Pages = pages[self.references[pages] <= 0]
+        if not len(unowned):
+            return unowned
+        if int(self.references[unowned].min()) < 0:
+            raise AssertionError(f"pages released more often than held: {unowned[:10].tolist()}")
+        if len(unowned) > 1:
+            unowned = unowned[np.sort(np.unique(unowned, return_index=True)[1])]
+        idle = self.kept[unowned]
+        self.num_idle += int(idle.sum())
+        self._free_pages(unowned[~idle])
+        return unowned
+
+    def keep(self, pages: Pages) -> None:
+        """Make held pages idle, not free, when their last owner releases them."""
+        self.kept[pages] = True
+
+    def unkeep(self, pages: Pages) -> None:
+        """Undo keep(); idle pages become free."""
+        idle = pages[self.kept[pages] & (self.references[pages] == 0)]
+        self.kept[pages] = False
+        self.num_idle -= len(idle)
+        self._free_pages(idle)
+
+    def _free_pages(self, pages: Pages) -> None:
+        end = self.num_free + len(pages)
+        self._free[self.num_free : end] = pages[::-1]
+        self.num_free = end
+
+    def check_integrity(self, held: Pages) -> None:
+        """`held` names each page once for each owner. Raises AssertionError if the counts differ."""
+        owners = np.bincount(held, minlength=self.num_pages)
+        wrong = np.flatnonzero(owners != self.references)
+        if len(wrong):
+            raise AssertionError(
+                f"pages {wrong[:10].tolist()} have {owners[wrong[:10]]} owners, counted {self.references[wrong[:10]]}"
+            )
+        free = np.zeros(self.num_pages, dtype=int)
+        np.add.at(free, self._free[: self.num_free], 1)
+        idle = self.kept & (self.references == 0)
+        states = free + idle + (self.references > 0)
+        wrong = np.flatnonzero(states[: self.num_usable] != 1)
+        if len(wrong) or states[self.dummy]:
+            raise AssertionError(f"pages neither free nor held nor idle, or more than one: {wrong[:10].tolist()}")
+        if int(idle.sum()) != self.num_idle:
+            raise AssertionError(f"{int(idle.sum())} pages are idle, counted {self.num_idle}")
 
 
 @dataclass(slots=True, eq=False)
@@ -33,7 +125,7 @@ class CachedBlock:
 
 @dataclass(slots=True)
 class BlockEvents:
-    """Keys that became findable and are, and those that no longer are. With `cleared`, all of before are not."""
+    """Keys that were cached and still are, and keys that were evicted. `cleared`: all earlier keys were evicted."""
 
     stored: list[bytes] = field(default_factory=list)
     evicted: list[bytes] = field(default_factory=list)
@@ -44,10 +136,10 @@ class BlockEvents:
 
 
 class PrefixCache:
-    """Hands out the pages of `allocator`, and remembers what complete blocks hold.
+    """Allocates the pages of `allocator`, and finds complete blocks by their keys.
 
-    A block that nobody holds is forgotten at once (REF_ZERO), or stays findable until its pages are needed (LRU):
-    then the leaf that was used longest ago goes first, never a block before its continuations, never one that is held.
+    A block without an owner is evicted at once (REF_ZERO), or when its pages are needed (LRU). LRU evicts the least
+    recently used leaf first, never a block before its continuations, and never a block with an owner.
     """
 
     def __init__(self, allocator: BlockAllocator, policy: PrefixCachingEvictionPolicy, *, pages_per_block: int) -> None:
@@ -57,7 +149,7 @@ class PrefixCache:
         self._by_key: dict[bytes, CachedBlock] = {}
         self._by_id: dict[int, CachedBlock] = {}
         self._leaves: list[tuple[int, int]] = []
-        """(last_used, id) of idle leaves; entries that no longer hold are skipped."""
+        """(last_used, id) of idle leaves; outdated entries are skipped."""
         self._clock = 0
         self._events = BlockEvents()
 
@@ -78,13 +170,13 @@ class PrefixCache:
         return found
 
     def num_available(self, matched: Sequence[CachedBlock] = ()) -> int:
-        """Pages that allocate() can hand out once `matched` are pinned."""
+        """Pages that allocate() can return once `matched` are pinned."""
         allocator = self.allocator
         to_pin = sum(int(allocator.references[block.id]) == 0 for block in matched)
         return allocator.num_free + allocator.num_idle - to_pin * self.pages_per_block
 
     def pin(self, blocks: Sequence[CachedBlock]) -> Pages:
-        """Hold `blocks`, as find() returned them. Returns their pages in order. Their age counts from their release."""
+        """Add an owner to `blocks`, as find() returned them. Returns their pages in order."""
         if not blocks:
             return np.empty(0, np.int32)
         pages = np.concatenate([block.pages for block in blocks])
@@ -92,25 +184,25 @@ class PrefixCache:
         return pages
 
     def allocate(self, count: int) -> Pages | None:
-        """`count` pages, evicting idle blocks where needed; None, and nothing touched, when there are too few."""
+        """`count` pages, evicting idle blocks as needed; None, and nothing evicted, if there are too few."""
         missing = count - self.allocator.num_free
         if missing > 0 and not self._evict(missing):
             return None
         return self.allocator.allocate(count)
 
     def release(self, pages: Pages) -> None:
-        """Let go of pages that pin() or allocate() gave."""
+        """Release pages that pin() or allocate() returned."""
         self._clock += 1
         unowned = self.allocator.release(pages).tolist()
         for block in [self._by_id[page] for page in unowned if page in self._by_id]:
             block.last_used = self._clock
             if self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
-                self._forget(block)
+                self._evict_block(block)
             elif block.children == 0:
                 self._push(block)
 
     def register(self, key: bytes, pages: Pages, parent: CachedBlock | None) -> CachedBlock | None:
-        """Make a computed block findable; the caller holds `pages` and `parent`. None: `key` has other pages."""
+        """Cache a computed block; the caller holds `pages` and `parent`. None if `key` has other pages."""
         known = self._by_key.get(key)
         if known is not None:
             return known if known.id == pages[0] else None
@@ -127,7 +219,7 @@ class PrefixCache:
         return block
 
     def clear(self) -> None:
-        """Forget everything, as after a change of weights. Pages that are held stay held."""
+        """Evict everything, as after a change of weights. Held pages stay held."""
         for block in self._by_key.values():
             self.allocator.unkeep(block.pages)
         self._by_key.clear()
@@ -136,7 +228,7 @@ class PrefixCache:
         self._events = BlockEvents(cleared=True)
 
     def take_events(self) -> BlockEvents:
-        """What changed since the last call."""
+        """Changes since the last call."""
         events, self._events = self._events, BlockEvents()
         if events:
             events.stored = [key for key in dict.fromkeys(events.stored) if key in self]
@@ -163,11 +255,11 @@ class PrefixCache:
         while pages > 0:
             entry = heapq.heappop(self._leaves)
             if self._is_idle_leaf(*entry):
-                self._forget(self._by_id[entry[1]])
+                self._evict_block(self._by_id[entry[1]])
                 pages -= self.pages_per_block
         return True
 
-    def _forget(self, block: CachedBlock) -> None:
+    def _evict_block(self, block: CachedBlock) -> None:
         del self._by_key[block.key]
         del self._by_id[block.id]
         self.allocator.unkeep(block.pages)
@@ -199,7 +291,7 @@ class PrefixCache:
                     raise AssertionError(f"block {block.id} is held more often than block {parent.id} before it")
                 children[parent.key] = children.get(parent.key, 0) + 1
             if owners[0] == 0 and self._policy is PrefixCachingEvictionPolicy.REF_ZERO:
-                raise AssertionError(f"block {block.id} is kept though nobody holds it")
+                raise AssertionError(f"block {block.id} is kept though it has no owner")
             if owners[0] == 0 and block.children == 0 and (block.last_used, block.id) not in leaves:
                 raise AssertionError(f"idle leaf {block.id} cannot be found for eviction")
         if (kept != allocator.kept).any() or len(self._by_id) != len(self._by_key):

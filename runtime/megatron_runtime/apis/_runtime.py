@@ -1,0 +1,213 @@
+"""What runs behind one MegatronLLM in coordinator mode: a background event loop, the coordinator and the client."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import os
+import sys
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.engines.dynamic_engine import DynamicInferenceEngine
+
+T = TypeVar("T")
+
+MAX_ADDRESS_BYTES = 256
+
+
+class _EventLoopManager:
+    """One daemon thread with an event loop of its own; synchronous and asynchronous callers run coroutines on it.
+
+    The thread works on the CUDA device that is current where start() is called.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+
+    def start(self) -> None:
+        """Spawn the thread and start the loop; both are ready on return. Idempotent."""
+        with self._lock:
+            if self._thread is not None:
+                return
+            ready: concurrent.futures.Future[None] = concurrent.futures.Future()
+            torch = sys.modules.get("torch")
+            device = torch.cuda.current_device() if torch is not None and torch.cuda.is_available() else None
+            self._thread = threading.Thread(
+                target=self._run, args=(device, ready), name="megatron-llm-loop", daemon=True
+            )
+            self._thread.start()
+            try:
+                ready.result()
+            except BaseException:
+                self._thread.join()
+                self._thread = None
+                raise
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The background loop. Raises RuntimeError before start() and after stop()."""
+        if self._loop is None:
+            raise RuntimeError("the background loop is not running: call start() first")
+        return self._loop
+
+    def submit(self, coro: Coroutine[Any, Any, T]) -> concurrent.futures.Future[T]:
+        """Schedule `coro` on the background loop. The caller decides how to wait: `.result()`, or
+        asyncio.wrap_future() on another loop.
+        """
+        try:
+            with self._lock:
+                return asyncio.run_coroutine_threadsafe(coro, self.loop)
+        except RuntimeError:
+            coro.close()
+            raise
+
+    def run_sync(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Schedule `coro` and block for its result.
+
+        Raises RuntimeError on the background loop itself, which could then never run `coro`. On another loop it blocks
+        that loop meanwhile.
+        """
+        if self._is_own_thread():
+            coro.close()
+            raise RuntimeError("run_sync() on the background loop would wait for itself: await the coroutine instead")
+        future = self.submit(coro)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    async def run_async(self, coro: Coroutine[Any, Any, T]) -> T:
+        """Schedule `coro` and await it, from any loop. Cancelling the caller cancels `coro`."""
+        if self._is_own_thread():
+            return await coro
+        return await asyncio.wrap_future(self.submit(coro))
+
+    def stop(self) -> None:
+        """Cancel what still runs, stop the loop, join the thread. Idempotent."""
+        if self._is_own_thread():
+            raise RuntimeError("stop() on the background loop would wait for itself: call it from another thread")
+        with self._lock:
+            thread, self._thread = self._thread, None
+            loop, self._loop = self._loop, None
+            if thread is None or loop is None:
+                return
+            assert self._stop is not None
+            loop.call_soon_threadsafe(self._stop.set)
+        thread.join()
+
+    def _is_own_thread(self) -> bool:
+        return self._thread is not None and threading.current_thread() is self._thread
+
+    def _run(self, device: int | None, ready: concurrent.futures.Future[None]) -> None:
+        try:
+            if device is not None:
+                sys.modules["torch"].cuda.set_device(device)
+        except BaseException as error:
+            ready.set_exception(error)
+            return
+        # asyncio.run cancels what is left and closes async generators and the default executor.
+        asyncio.run(self._serve(ready))
+
+    async def _serve(self, ready: concurrent.futures.Future[None]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._stop = asyncio.Event()
+        ready.set_result(None)
+        await self._stop.wait()
+
+
+class _CoordinatorRuntime:
+    """Owns the coordinator and the client of one MegatronLLM. setup() and teardown() run on the background loop.
+
+    On the primary rank it starts a coordinator, and has a client to send it requests and control messages. Worker
+    ranks find the coordinator at host and port, or receive its address through torch.distributed.
+    """
+
+    def __init__(
+        self,
+        engine: DynamicInferenceEngine,
+        *,
+        is_primary: bool,
+        coordinator_host: str | None,
+        coordinator_port: int | None,
+    ) -> None:
+        self.client: InferenceClient | None = None
+        """On the primary rank; None on workers."""
+        self.coord_addr: str | None = None
+        """ "tcp://host:port", once set up."""
+        self._engine = engine
+        self._is_primary = is_primary
+        self._host = coordinator_host
+        self._port = coordinator_port
+
+    async def setup(self, *, loop: asyncio.AbstractEventLoop) -> None:
+        """Start coordinator and client. If anything fails, nothing of it is left running."""
+        try:
+            if self._is_primary:
+                self.coord_addr = await self._listen(loop, launch=True)
+                await self._share()
+                self.client = InferenceClient(self.coord_addr, deserialize=False)
+                await self.client.start()
+            else:
+                await self._share()
+                self.coord_addr = await self._listen(loop, launch=False)
+        except BaseException:
+            await self.teardown()
+            raise
+
+    async def _listen(self, loop: asyncio.AbstractEventLoop, *, launch: bool) -> str:
+        """Only what the caller gave is passed on: with neither host nor port the engine binds a free port."""
+        where: dict[str, str] = {} if self._host is None else {"hostname": self._host}
+        return await self._engine.start_listening_to_data_parallel_coordinator(
+            self._port, launch, loop=loop, name=f"engine-{global_rank()}", **where
+        )
+
+    async def _share(self) -> None:
+        """Send the primary's coordinator address to every rank, if several ranks run and no port was given."""
+        distributed = _distributed()
+        if distributed is None or distributed.get_world_size() == 1 or self._port is not None:
+            return
+        address = await asyncio.to_thread(_broadcast_text, distributed, self.coord_addr or "")
+        if not self._is_primary:
+            host, _, port = address.removeprefix("tcp://").rpartition(":")
+            self._host, self._port = host, int(port)
+
+    async def teardown(self) -> None:
+        """Stop the client, the engine's connection and the coordinator, as far as they were set up. Idempotent."""
+        client, self.client = self.client, None
+        if client is not None:
+            client.stop()
+        await self._engine.stop_listening()
+
+
+# --- ranks that torch.distributed started -----------------------------------------------------------------------------
+
+
+def global_rank() -> int:
+    """The rank of this process; 0 if torch.distributed started no other."""
+    distributed = _distributed()
+    return int(distributed.get_rank() if distributed is not None else os.environ.get("RANK", "0"))
+
+
+def _distributed() -> Any | None:
+    """torch.distributed, if a process group was initialised. Imports nothing."""
+    module = sys.modules.get("torch.distributed")
+    return module if module is not None and module.is_available() and module.is_initialized() else None
+
+
+def _broadcast_text(distributed: Any, text: str) -> str:
+    """Return the text that rank 0 gave. Every rank of the process group has to call this."""
+    torch = sys.modules["torch"]
+    data = text.encode().ljust(MAX_ADDRESS_BYTES, b"\0")
+    if len(data) > MAX_ADDRESS_BYTES:
+        raise ValueError(f"address of {len(data)} bytes: at most {MAX_ADDRESS_BYTES}")
+    device = "cuda" if distributed.get_backend() == "nccl" else "cpu"
+    tensor = torch.tensor(list(data), dtype=torch.uint8, device=device)
+    distributed.broadcast(tensor, src=0)
+    return bytes(tensor.tolist()).rstrip(b"\0").decode()

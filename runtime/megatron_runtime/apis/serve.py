@@ -1,0 +1,156 @@
+"""MegatronLLM.serve(): the OpenAI server on the background loop, and further server processes on its socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+
+from megatron_runtime.client.inference_client import InferenceClient
+from megatron_runtime.process.parent import PARENT_VARIABLE
+from megatron_runtime.server.app import create_app
+from megatron_runtime.server.process import drain, http_server
+from megatron_runtime.server.settings import LOOPBACK_HOSTS, ServerSettings, is_loopback, listen
+from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.tokenization.chat_template import end_idle_renderers
+
+DRAIN_SECONDS = 5.0
+GRACE_SECONDS = 10.0
+"""From SIGTERM to SIGKILL of a server process."""
+
+
+@dataclass(kw_only=True)
+class ServeConfig:
+    """Settings of the HTTP front end that serve() starts on the primary rank.
+
+    host, port:        where it listens; port 0 picks a free one, which `url` then names.
+    parsers:           how the model writes tool calls: the name of one parser; none leaves it to its chat template.
+    verbose:           log each request.
+    frontend_replicas: HTTP servers on the socket: one in the program, the others processes. They need a tokenizer that
+                       has a reference; a tokenizer that only the program holds has the one server.
+    sock:              a bound socket to use instead of host and port.
+    model_name:        the name in /v1/models; None takes the model's own.
+    """
+
+    host: str = "0.0.0.0"
+    port: int = 5000
+    parsers: list[str] = field(default_factory=list)
+    verbose: bool = False
+    frontend_replicas: int = 4
+    sock: socket.socket | None = None
+    model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.port <= 65535:
+            raise ValueError(f"ServeConfig.port={self.port}: want 0 to 65535")
+        if self.frontend_replicas < 1:
+            raise ValueError(f"ServeConfig.frontend_replicas={self.frontend_replicas}: want at least 1")
+        if len(self.parsers) > 1:
+            raise ValueError(f"ServeConfig.parsers={self.parsers!r}: want at most one")
+
+
+class FrontEnd:
+    """Serves HTTP from start() to stop(), as a client of the coordinator at `coordinator`.
+
+    tokenizer_reference: the model reference whose tokenizer this is; None if only this program has it.
+    max_sequence_length: prompt + answer of one request, in tokens.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        coordinator: str,
+        tokenizer: Tokenizer,
+        tokenizer_reference: str | None,
+        model_name: str,
+        max_sequence_length: int,
+    ) -> None:
+        self._settings = ServerSettings(
+            coordinator=coordinator,
+            model=tokenizer_reference or model_name,
+            model_name=model_name,
+            host=config.host,
+            tool_call_parser=config.parsers[0] if config.parsers else "auto",
+            max_sequence_length=max_sequence_length,
+            drain_seconds=DRAIN_SECONDS,
+            allowed_hosts=LOOPBACK_HOSTS if is_loopback(config.host) else (),
+        )
+        self._client = InferenceClient(coordinator, deserialize=False)
+        try:
+            self._app = create_app(self._settings, backend=self._client, tokenizer=tokenizer)
+            self._listener = config.sock if config.sock is not None else listen(host=config.host, port=config.port)
+        except BaseException:
+            self._client.stop()
+            raise
+        self._http = http_server(self._app, access_log=config.verbose)
+        self._serving: asyncio.Task[None] | None = None
+        self._replicas = config.frontend_replicas - 1 if tokenizer_reference is not None else 0
+        self._processes: list[subprocess.Popen[bytes]] = []
+
+    @property
+    def url(self) -> str:
+        host, port = self._listener.getsockname()[:2]
+        reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+        is_v6 = self._listener.family == socket.AF_INET6
+        return f"http://[{reachable}]:{port}" if is_v6 else f"http://{reachable}:{port}"
+
+    async def start(self) -> None:
+        """Connect to the coordinator and begin to serve. Raises what the client raises; the socket is closed then."""
+        try:
+            await self._client.start()
+        except BaseException:
+            self._listener.close()
+            raise
+        self._serving = asyncio.create_task(self._http.serve(sockets=[self._listener]))
+        self._processes = [self._start_replica() for _ in range(self._replicas)]
+
+    async def stop(self) -> None:
+        """Let open requests end for a moment, then close. Idempotent."""
+        serving, self._serving = self._serving, None
+        if serving is None:
+            return
+        processes, self._processes = self._processes, []
+        for process in processes:
+            process.terminate()
+        try:
+            await asyncio.gather(
+                *(asyncio.to_thread(_await_end, process) for process in processes),
+                drain(self._app.state.service, self._http),
+            )
+            await serving
+        finally:
+            self._client.stop()
+            self._listener.close()
+            await asyncio.to_thread(end_idle_renderers)
+
+    def _start_replica(self) -> subprocess.Popen[bytes]:
+        """A `megatron server` process on the same socket, with the same settings. It ends with this process."""
+        settings, descriptor = self._settings, self._listener.fileno()
+        command = [
+            *(sys.executable, "-m", "megatron_runtime.cli", "server"),
+            *("--coordinator", settings.coordinator.removeprefix("tcp://")),
+            *("--model", settings.model, "--model-name", settings.served_name),
+            *("--host", settings.host, "--listen-fd", str(descriptor)),
+            *("--max-sequence-length", str(settings.max_sequence_length)),
+            *("--tool-call-parser", settings.tool_call_parser),
+            *("--drain-seconds", str(settings.drain_seconds), "--linger-seconds", "0", "--log-level", "warning"),
+        ]
+        return subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=(descriptor,),
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid())},
+            start_new_session=True,
+        )
+
+
+def _await_end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(GRACE_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

@@ -1,0 +1,330 @@
+"""The native engine behind EngineBackend: one thread runs the core; the event loop sends it commands. No torch."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Collection
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from megatron_runtime.backends.native.engine import SUSPEND_TAGS, EngineCore
+from megatron_runtime.backends.native.grammar_queue import GrammarQueue
+from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.engine.backend import (
+    BackendFailure,
+    BackendInfo,
+    BackendListener,
+    CacheEvents,
+    Capability,
+    Detokenizer,
+    EngineBackend,
+    RankResults,
+    Rejection,
+    StepOutputs,
+)
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest
+from megatron_runtime.protocol.headers import ErrorCode, Header
+from megatron_runtime.requests.errors import RequestOverflowError
+from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES
+
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+ALL_CAPABILITIES = frozenset(Capability) - {Capability.ADAPTERS}
+
+
+class EngineStopped(RuntimeError):
+    """The command came after the last step of the engine."""
+
+    def __init__(self) -> None:
+        super().__init__("the engine has stopped and takes no command any more")
+
+
+class Ranks(Protocol):
+    """The ranks of an engine besides the thread that schedules."""
+
+    count: int
+
+    async def confirm(self, signal: Header) -> RankResults:
+        """Return when every rank has done what came before, or what failed on which rank."""
+
+    def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
+        """on_failure: called on any thread when a rank is lost. on_leave: called when a rank was asked to end."""
+
+    def end(self, failure: BaseException | None) -> None:
+        """End the other ranks: in order, or with the cause of this engine's failure. Idempotent."""
+
+
+class SingleRank:
+    """Implements Ranks: the engine's thread is the only one."""
+
+    count = 1
+
+    async def confirm(self, signal: Header) -> RankResults:
+        return RankResults(self.count)
+
+    def watch(self, *, on_failure: Callable[[BaseException], object], on_leave: Callable[[], object]) -> None:
+        """There is no other process."""
+
+    def end(self, failure: BaseException | None) -> None:
+        """There is no other process."""
+
+
+class NativeBackend(EngineBackend):
+    """Runs `core` on one thread from start() on; nothing else may touch it then, except through call().
+
+    Commands apply between steps, in order. A step wakes the event loop once. The result of a command reaches the loop
+    after the outputs of every step that ran before it.
+
+    controller: its text and grammars; None if its tokens have no text.
+    ranks:      confirm each verb.
+    """
+
+    def __init__(
+        self,
+        core: EngineCore,
+        controller: ModelText | None = None,
+        *,
+        ranks: Ranks | None = None,
+        name: str = "native",
+    ) -> None:
+        self.core = core
+        self.controller = controller
+        self.ranks: Ranks = ranks or SingleRank()
+        config = core.config
+        self.info = BackendInfo(
+            name=name,
+            vocab_size=core.executor.vocab_size,
+            eos_ids=core.executor.eos_ids,
+            max_sequence_length=core.context.max_sequence_length,
+            block_size_tokens=config.block_size_tokens if config.enable_prefix_caching else 0,
+            ranks=self.ranks.count,
+            capabilities=ALL_CAPABILITIES - ({Capability.STRUCTURED_OUTPUT} if controller is None else set()),
+        )
+        self._grammars = GrammarQueue()
+        self._staged_epoch = 0
+        self._commands: deque[tuple[Callable[[EngineCore], Any], asyncio.Future[Any]]] = deque()
+        self._wake = threading.Condition()
+        self._running = False
+        self._ended = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._listener: BackendListener | None = None
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    # --- life ---------------------------------------------------------------------------------------------------
+
+    async def start(self, listener: BackendListener) -> None:
+        self._loop, self._listener = asyncio.get_running_loop(), listener
+        self.ranks.watch(
+            on_failure=lambda error: self._deliver(listener.on_failure, BackendFailure.of(error)),
+            on_leave=lambda: self._deliver(listener.on_leave),
+        )
+        self._thread.start()
+
+    async def load(self) -> None:
+        await self.call(lambda core: core.executor.load())
+        if self.controller is not None:
+            await asyncio.to_thread(self.controller.prepare_grammars)
+
+    async def stop(self, cause: BaseException | None = None) -> None:
+        self._grammars.close()
+        with self._wake:
+            self._ended = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            await asyncio.to_thread(self._thread.join)
+        await asyncio.sleep(0)  # the loop runs the callbacks that the thread queued, even if it ended long ago
+        if self.controller is not None:
+            await asyncio.to_thread(self.controller.close_grammars)  # the last step may still have needed a mask
+        self.ranks.end(cause)
+
+    def detokenizer(self) -> Detokenizer | None:
+        return self.controller.detokenizer() if self.controller is not None else None
+
+    def stats(self) -> BackendStats:
+        return self.core.stats()
+
+    # --- the thread ---------------------------------------------------------------------------------------------
+
+    def call(self, command: Callable[[EngineCore], T]) -> asyncio.Future[T]:
+        """Run `command` on the engine's thread before its next step. EngineStopped if the thread has ended."""
+        assert self._loop is not None, "start() first"
+        future: asyncio.Future[T] = self._loop.create_future()
+        with self._wake:
+            if self._ended:
+                future.set_exception(EngineStopped())
+            else:
+                self._commands.append((command, future))
+                self._wake.notify()
+        return future
+
+    def _run(self) -> None:
+        core, listener = self.core, self._listener
+        assert listener is not None
+        try:
+            while self._wait_for_work():
+                self._run_commands()
+                if self._running and core.has_work:
+                    self._deliver(listener.on_outputs, StepOutputs(core.step()))
+                blocks = core.take_block_events()
+                if blocks:
+                    self._deliver(
+                        listener.on_cache_events, CacheEvents(blocks.stored, blocks.evicted, cleared=blocks.cleared)
+                    )
+        except Exception as error:
+            logger.exception("the engine failed")
+            self._deliver(listener.on_failure, BackendFailure.of(error))
+        with self._wake:  # the callers of commands that will never run must not wait
+            self._ended = True
+            while self._commands:
+                self._deliver(_fail, self._commands.popleft()[1], EngineStopped())
+
+    def _wait_for_work(self) -> bool:
+        """Block until there is a command or a step to run. False ends the thread."""
+        with self._wake:
+            self._wake.wait_for(
+                lambda: self._ended or self._commands or (self._running and self.core.has_work),
+            )
+            return not self._ended
+
+    def _run_commands(self) -> None:
+        while self._commands:
+            command, future = self._commands.popleft()
+            try:
+                result = command(self.core)
+            except Exception as error:
+                self._deliver(_fail, future, error)
+            else:
+                self._deliver(_resolve, future, result)
+
+    def _deliver(self, callback: Callable[..., None], *arguments: Any) -> None:
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(callback, *arguments)
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: EngineRequest) -> None:
+        controller, params = self.controller, request.sampling_params
+        if params.structured_output is None or controller is None:
+            self._add(request, None)
+            return
+        received = time.monotonic()
+        self._grammars.add(
+            request.request_id,
+            lambda: controller.begin_grammar(params, request.generated_tokens.tolist()),
+            # To look up a description beyond the limits takes long; begin_grammar() rejects it at once.
+            is_known=request.params_bytes > 2 * MAX_GRAMMAR_BYTES or controller.is_grammar_known(params),
+            deadline_seconds=request.deadline_seconds,
+            on_done=lambda begun: self._add_begun(request, begun, waited=time.monotonic() - received),
+        )
+
+    def abort(self, request_id: int) -> asyncio.Future[Any]:
+        self._grammars.drop(request_id)
+        return self.call(lambda core: core.abort_request(request_id))
+
+    def _add_begun(self, request: EngineRequest, begun: asyncio.Task[GrammarState | None], *, waited: float) -> None:
+        error = begun.exception()
+        if error is not None:
+            self._reject(request, error)
+            return
+        if request.deadline_seconds is not None:
+            request = replace(request, deadline_seconds=max(0.0, request.deadline_seconds - waited))
+        self._add(request, begun.result())
+
+    def _add(self, request: EngineRequest, grammar: GrammarState | None) -> None:
+        def added(future: asyncio.Future[None]) -> None:
+            error = None if future.cancelled() else future.exception()
+            if error is not None:
+                self._reject(request, error)
+
+        self.call(lambda core: core.add_request(request, grammar=grammar)).add_done_callback(added)
+
+    def _reject(self, request: EngineRequest, error: BaseException) -> None:
+        if isinstance(error, EngineStopped):
+            # Not this request's fault: as the engine leaves, the coordinator dispatches its requests to another one.
+            logger.info("request %d came when the engine had stopped", request.request_id)
+            return
+        code, reason = ErrorCode.ENGINE_FAILED, error if isinstance(error, Exception) else str(error)
+        if isinstance(error, RequestOverflowError):
+            code = ErrorCode.QUEUE_FULL
+        elif isinstance(error, ValueError):
+            code = ErrorCode.INVALID_REQUEST
+        elif isinstance(error, TimeoutError):
+            code = ErrorCode.DEADLINE
+            reason = f"the request had {request.deadline_seconds:g} s, which ended while its grammar was compiled"
+        else:
+            logger.error("a request could not be added: %r", error)
+        assert self._listener is not None
+        self._listener.on_outputs(StepOutputs(rejected=[Rejection(request.request_id, code, reason)]))
+
+    # --- verbs --------------------------------------------------------------------------------------------------
+
+    async def pause(self) -> RankResults:
+        return await self._perform(self.call(lambda core: self._set_running(False)))
+
+    async def unpause(self) -> RankResults:
+        return await self._perform(self.call(lambda core: self._set_running(True)))
+
+    async def confirm(self, signal: Header) -> RankResults:
+        return await self.ranks.confirm(signal)
+
+    async def release_memory(self, tags: Collection[str] | None = None) -> RankResults:
+        return await self._perform(self.call(lambda core: core.suspend(SUSPEND_TAGS if tags is None else tags)))
+
+    async def restore_memory(self) -> RankResults:
+        return await self._perform(self.call(lambda core: core.resume()))
+
+    async def stage_weights(self, source: str, epoch: int) -> RankResults:
+        self._staged_epoch = epoch
+        # Not on the engine's thread: steps continue meanwhile.
+        return await self._perform(asyncio.to_thread(self.core.executor.stage_weights, source))
+
+    async def commit_weights(self) -> RankResults:
+        return await self._perform(self.call(lambda core: core.swap_weights(self._staged_epoch)))
+
+    async def discard_weights(self) -> None:
+        await self.call(lambda core: core.executor.drop_staged())
+
+    async def adopt_weights(self, source: str, epoch: int) -> None:
+        executor = self.core.executor
+        if executor.has_weights:
+            await asyncio.to_thread(executor.stage_weights, source)
+            await self.call(lambda core: core.swap_weights(epoch))
+        else:
+            await self.call(lambda core: core.executor.use_source(source))
+
+    async def set_epoch(self, epoch: int) -> None:
+        await self.call(lambda core: core.set_epoch(epoch))
+
+    async def profile(self, active: bool) -> RankResults:
+        return await self._perform(self.call(lambda core: core.executor.profile(active)))
+
+    def _set_running(self, running: bool) -> None:
+        self._running = running
+
+    async def _perform(self, work: Awaitable[object]) -> RankResults:
+        """Await work that takes itself back if it fails."""
+        try:
+            await work
+        except Exception as error:
+            logger.exception("a verb failed")
+            return RankResults.of_failure(error, ranks=self.ranks.count)
+        return RankResults(self.ranks.count)
+
+
+def _resolve(future: asyncio.Future[Any], result: Any) -> None:
+    if not future.done():
+        future.set_result(result)
+
+
+def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)

@@ -1,0 +1,1 @@
+"""The executor on the CPU."""

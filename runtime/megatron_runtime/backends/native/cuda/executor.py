@@ -1,0 +1,255 @@
+"""An executor that runs a model on a CUDA device, decode steps from graphs, and draws the tokens there."""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Unpack
+
+import numpy as np
+import torch
+
+from megatron_kernels.registry import KernelConfig, select_kernels
+from megatron_runtime.backends.native.cuda.decoder import DeviceLinears, KernelDecoder
+from megatron_runtime.backends.native.cuda.step_buffers import StagedStep, StepBuffers
+from megatron_runtime.backends.native.executor import Int64, StepPlan
+from megatron_runtime.backends.native.memory import require_memory
+from megatron_runtime.backends.native.micro_batches import MicroBatch
+from megatron_runtime.backends.native.text import ModelText
+from megatron_runtime.backends.native.torch_executor import ForwardStep, TorchExecutor, TorchOptions
+from megatron_runtime.checkpoints.source import ModelSource
+from megatron_runtime.distributed.groups import Groups
+from megatron_runtime.models.decoder import DecoderWeights
+
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
+WARM_UP_RUNS = 2
+"""Before a capture, which must not compile kernels or initialise libraries."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """The output of a step on the device, by row.
+
+    logits_BV:   of each row's last token, in the model's type. tokens_B: int32, drawn from them.
+    log_probs_B: float32, of these tokens under the model's own logits.
+    x_TD:        last hidden states of all tokens; None in a graph, whose steps use no others than the last.
+    """
+
+    logits_BV: torch.Tensor
+    tokens_B: torch.Tensor
+    log_probs_B: torch.Tensor
+    x_TD: torch.Tensor | None = None
+
+
+def graph_sizes(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then steps of 8 to 128, of 16 to 256, of 32 beyond; the largest is `max_rows`. None for 0."""
+    if max_rows == 0:
+        return ()
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, max_rows + 1, 32)]
+    return (*(size for size in sizes if size < max_rows), max_rows)
+
+
+def graph_size(rows: int, sizes: Sequence[int]) -> int | None:
+    """The rows that a step of `rows` is padded to; None beyond the largest graph."""
+    index = bisect_left(sizes, rows)
+    return sizes[index] if index < len(sizes) else None
+
+
+class DecodeGraphs:
+    """Decode steps as CUDA graphs: one launch from the host replays all kernels of a step, sampling included.
+
+    There is a graph for each size, captured when the size is first needed. All graphs share their memory.
+
+    run: computes a step of so many rows from buffers whose addresses do not change.
+    """
+
+    def __init__(self, run: Callable[[int], StepOutput]) -> None:
+        self._run = run
+        self._pool = torch.cuda.graph_pool_handle()
+        self._captured: dict[int, tuple[torch.cuda.CUDAGraph, StepOutput]] = {}
+
+    def replay(self, size: int) -> StepOutput:
+        """Compute the step from the buffers' contents. The next replay overwrites the output."""
+        if size not in self._captured:
+            self._captured[size] = self._capture(size)
+        graph, output = self._captured[size]
+        graph.replay()
+        return output
+
+    def _capture(self, size: int) -> tuple[torch.cuda.CUDAGraph, StepOutput]:
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(WARM_UP_RUNS):
+                self._run(size)
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            output = self._run(size)
+        return graph, output
+
+
+class CudaExecutor(TorchExecutor):
+    """A TorchExecutor on one CUDA device, with the operations of megatron_kernels.
+
+    Every tensor rank draws the tokens, from the same gathered logits; those of the first one count. Expert ranks replay
+    graphs together, all of the size that the rank with the most rows needs, so that what they exchange has one size.
+
+    dtype:      "auto" (bfloat16), "bfloat16", "float16", "float32".
+    max_rows, max_tokens: of a step.
+    graph_rows: decode steps of up to so many rows are replayed from CUDA graphs; 0 uses none.
+    kernels:    None chooses by the environment (MEGATRON_KERNELS, MEGATRON_KERNEL_<OPERATION>).
+    device:     None is the current CUDA device. Tests run the same steps on the CPU, without graphs.
+    """
+
+    def __init__(
+        self,
+        source: ModelSource,
+        controller: ModelText | None = None,
+        *,
+        kv_cache_memory: int,
+        max_rows: int,
+        max_tokens: int,
+        graph_rows: int,
+        dtype: str = "auto",
+        kernels: KernelConfig | None = None,
+        device: torch.device | None = None,
+        **options: Unpack[TorchOptions],
+    ) -> None:
+        if dtype not in ("auto", *DTYPES):
+            raise ValueError(f"dtype={dtype!r} is not supported on a GPU: use auto, {', '.join(DTYPES)}")
+        type_ = DTYPES["bfloat16" if dtype == "auto" else dtype]
+        device = device or torch.device("cuda")
+        self.model: KernelDecoder | None = None
+        self._buffers: StepBuffers | None = None
+        self._max_rows, self._max_tokens = max_rows, max_tokens
+        self._kernel_config = kernels or KernelConfig.from_environment()
+        self._graph_sizes = graph_sizes(graph_rows)
+        self._graphs: DecodeGraphs | None = None
+        super().__init__(
+            source,
+            controller,
+            device=device,
+            dtype=type_,
+            cache_dtype=type_,
+            linears=partial(DeviceLinears, type_, device),
+            require_memory=partial(_require_memory, device),
+            kv_cache_memory=kv_cache_memory,
+            **options,
+        )
+
+    def _use_model(self, weights: DecoderWeights | None) -> None:
+        self.model = self._buffers = self._graphs = None
+        if weights is None:
+            return
+        self.model = KernelDecoder(
+            self.model_config,
+            weights,
+            select_kernels(self._kernel_config, self.device),
+            device=self.device,
+            max_length=self.max_sequence_length,
+            shard=self._groups.shard if self._groups is not None else None,
+            collectives=self._groups,
+        )
+        self._buffers = StepBuffers(
+            max_tokens=self._max_tokens,
+            max_rows=self._max_rows,
+            max_pages=-(-self.max_sequence_length // self.page_size),
+            device=self.device,
+        )
+
+    def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
+        return self._run(plan, cache_LPXE, size=self._graph_size(plan, len(plan.query_lengths)))
+
+    def _forward_part(
+        self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
+    ) -> ForwardStep | None:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)  # of this thread: kernels and graphs are launched on it
+        shard, hidden, tokens = groups.shard, self.model_config.hidden_size, batch.tokens_of_experts
+        # The same on every rank: each knows the whole plan.
+        size = self._graph_size(plan, max(tokens)) if shard.pipeline_size == 1 else None
+        groups.begin(tokens if size is None else (size,) * shard.expert_size)
+        if shard.pipeline_size == 1:
+            return self._run(batch.plan, cache_LPXE, size=size)
+        model, buffers = self._loaded
+        staged = buffers.stage(batch.plan)
+        if shard.has_embedding:
+            x_TD = model.embed(staged.step.token_ids_T)
+        else:
+            x_TD = groups.receive_from_previous_stage(len(batch.plan.token_ids), hidden, dtype=cache_LPXE.dtype)
+        x_TD = model.run_layers(x_TD, staged.step, cache_LPXE)
+        if shard.has_head:
+            return _forward_step(model, batch.plan, staged, _finish(model, x_TD, staged))
+        groups.send_to_next_stage(x_TD)
+        return None
+
+    @property
+    def _loaded(self) -> tuple[KernelDecoder, StepBuffers]:
+        assert self.model is not None, "cache_LPXE is only there with the weights"
+        assert self._buffers is not None, "made with the model"
+        return self.model, self._buffers
+
+    def _graph_size(self, plan: StepPlan, rows: int) -> int | None:
+        """The size of the graph for `rows` of the plan; None for a plan with more than decodes, or without a graph."""
+        is_decodes = bool((plan.query_lengths == 1).all()) and not plan.sampling.prompt_targets
+        return graph_size(rows, self._graph_sizes) if is_decodes else None
+
+    def _run(self, plan: StepPlan, cache_LPXE: torch.Tensor, *, size: int | None) -> ForwardStep:
+        """size: of the graph to replay, at least the plan's rows; None runs the step launch by launch."""
+        model, buffers = self._loaded
+        staged = buffers.stage(plan, decode_size=size)
+        if size is None:
+            return _forward_step(model, plan, staged, _finish(model, model(staged.step, cache_LPXE), staged))
+        if self._graphs is None:
+            self._graphs = DecodeGraphs(partial(_decode, model, buffers, cache_LPXE))
+        return _forward_step(model, plan, staged, self._graphs.replay(size))
+
+    def release_kv(self, keep_pages: Int64 | None) -> None:
+        self._graphs = None  # captured with the address of the KV cache, which they keep
+        super().release_kv(keep_pages)
+
+    def _trim_memory(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def profile(self, active: bool) -> None:
+        if self.device.type != "cuda":
+            super().profile(active)
+        torch.cuda.synchronize(self.device)  # launches before the range do not count as part of it
+        if active:
+            torch.cuda.profiler.start()
+        else:
+            torch.cuda.profiler.stop()
+
+
+def _decode(model: KernelDecoder, buffers: StepBuffers, cache_LPXE: torch.Tensor, size: int) -> StepOutput:
+    """A step of `size` decodes, from the buffers: what a graph captures."""
+    step = buffers.step(size, tokens=size, decodes=size)
+    logits_BV = model.logits(model(step, cache_LPXE))
+    return StepOutput(logits_BV, *model.sample(logits_BV, step))
+
+
+def _finish(model: KernelDecoder, x_TD: torch.Tensor, staged: StagedStep) -> StepOutput:
+    last_B = torch.from_numpy(staged.ends - 1).to(x_TD.device)
+    logits_BV = model.logits(x_TD.index_select(0, last_B))
+    return StepOutput(logits_BV, *model.sample(logits_BV, staged.step), x_TD=x_TD)
+
+
+def _forward_step(model: KernelDecoder, plan: StepPlan, staged: StagedStep, output: StepOutput) -> ForwardStep:
+    at = np.flatnonzero(plan.needs_sample[staged.rows])
+    where = {int(row): index for index, row in enumerate(staged.rows)}
+    targets = []
+    for row, tokens in plan.sampling.prompt_targets.items():
+        first = int(staged.ends[where[row]]) - int(plan.query_lengths[row])
+        targets.append((row, slice(first, first + len(tokens))))
+    return ForwardStep(staged.rows[at], at, output.logits_BV, output.tokens_B, model, output.x_TD, targets)
+
+
+def _require_memory(device: torch.device, needed: int, *, what: str) -> None:
+    available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else None
+    require_memory(needed, what=what, available=available)

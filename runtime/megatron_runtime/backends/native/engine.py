@@ -1,0 +1,361 @@
+"""The engine's core: one loop. schedule() makes a step plan, the executor runs it, collect() appends and finishes.
+
+No torch. Not thread-safe: one thread owns a core.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from itertools import count
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron_runtime.backends.native.admission import Admission, OpenRequest, check_config
+from megatron_runtime.backends.native.executor import Executor, StepPlan, StepResult
+from megatron_runtime.backends.native.kv.dynamic_context import DynamicInferenceContext
+from megatron_runtime.backends.native.kv.prefix_cache import BlockEvents
+from megatron_runtime.backends.native.scheduler import Scheduler, StepRows
+from megatron_runtime.engine.engine_request import BackendStats, EngineRequest, FinishReason, RequestOutput, StepSizes
+from megatron_runtime.protocol.headers import ErrorCode
+from megatron_runtime.requests.config import InferenceConfig, KVCacheManagementMode
+from megatron_runtime.requests.errors import RequestOverflowError
+from megatron_runtime.requests.events import DynamicInferenceEventType as Event
+
+if TYPE_CHECKING:
+    from megatron_runtime.sampling.structured_output import GrammarState
+
+logger = logging.getLogger(__name__)
+
+SUSPEND_TAGS = frozenset({"weights", "kv_cache"})
+"""What a suspend may release."""
+
+MASK_GRACE_SECONDS = 0.02
+"""How long a step waits for the masks of grammars. A mask that takes longer delays only its own request."""
+
+_MASK_POLL_SECONDS = 0.02
+"""How long the engine waits at a time if only masks are missing: commands run in between."""
+
+
+@dataclass(slots=True)
+class _Totals:
+    steps: int = 0
+    last_step: float | None = None
+    prompt_tokens: int = 0
+    generation_tokens: int = 0
+    step_sizes: StepSizes = field(default_factory=StepSizes)
+
+
+class EngineCore:
+    """Continuous batching over a paged KV cache.
+
+    Every step computes the next token of each running request and as much of the prompts as fits `max_tokens`.
+    When pages run out, the request that is last in line is preempted: it keeps its tokens and its KV is computed again
+    later. A token that was generated is never sampled again.
+
+    clock: seconds, monotonic; deadlines and times are on it.
+    """
+
+    def __init__(
+        self, executor: Executor, config: InferenceConfig, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        check_config(config)
+        self.executor = executor
+        self.config = config
+        self.epoch = 0
+        limit = min(config.max_sequence_length or executor.max_sequence_length, executor.max_sequence_length)
+        self.context = DynamicInferenceContext(
+            config,
+            max_sequence_length=limit,
+            page_size=executor.page_size,
+            num_pages=executor.num_pages,
+        )
+        self._clock = clock
+        self._arrivals = count()
+        self._admission = Admission(config, executor, longest=self.context.max_sequence_length, limit=limit)
+        self._scheduler = Scheduler(self.context, config)
+        self._totals = _Totals()
+        self._continued: list[OpenRequest] = []
+        """Requests that came with generated tokens since the last step."""
+        self._rows: StepRows | None = None
+
+    # --- requests -----------------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._scheduler.open)
+
+    def add_request(self, request: EngineRequest, *, grammar: GrammarState | None = None) -> None:
+        """Queue a request.
+
+        grammar: what the answer must match, as it stands after the request's generated tokens.
+
+        Raises:
+            MaxSequenceLengthOverflowError, BlockOverflowError, TokenOverflowError, RequestOverflowError,
+            InvalidSamplingParamsError, ValueError: it cannot be taken; the message names field, value and remedy.
+        """
+        if request.request_id in self._scheduler.open:
+            raise ValueError(f"request_id {request.request_id} is already open")
+        opened = self._admission.open(
+            request, grammar=grammar, arrival=next(self._arrivals), now=self._clock(), epoch=self.epoch
+        )
+        waiting = len(self._scheduler.waiting)
+        if waiting >= self.config.max_waiting:
+            raise RequestOverflowError(
+                request.request_id, f"{waiting} requests are waiting, the most allowed: try again later"
+            )
+        opened.note(Event.ADD_ENGINE)
+        self._scheduler.add(opened)
+        if len(request.generated_tokens):
+            self._continued.append(opened)
+
+    def abort_request(self, request_id: int) -> bool:
+        """Forget a request and free its memory now: it was aborted, or ended by a stop text. False if not open."""
+        request = self._scheduler.open.get(request_id)
+        if request is not None:
+            self._scheduler.remove(request)
+        return request is not None
+
+    def reset(self, *, preserve_prefix_cache: bool = False) -> None:
+        """Forget every request without an answer, and the prefix cache unless it is to be kept."""
+        for request_id in list(self._scheduler.open):
+            self.abort_request(request_id)
+        if not preserve_prefix_cache:
+            self.context.clear_prefix_cache()
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step. Return what it brought, and the requests that ended without running."""
+        outputs = self._end_overdue() + self._end_exhausted()
+        self._wait_for_masks()
+        plan = self.schedule()
+        if plan is None:
+            self._scheduler.wait_for_mask(_MASK_POLL_SECONDS)
+        else:
+            outputs += self.collect(self.executor.execute(plan))
+        totals, interval = self._totals, self.config.logging_step_interval
+        totals.steps += 1
+        totals.last_step = self._clock()
+        if interval and totals.steps % interval == 0:
+            logger.info("step %d: %s", totals.steps, self.stats())
+        return outputs
+
+    def _wait_for_masks(self) -> None:
+        """Wait once for new masks of grammars, which other threads compute, for MASK_GRACE_SECONDS in all. Then steps
+        leave their requests out until the masks are ready.
+        """
+        until = time.monotonic() + MASK_GRACE_SECONDS
+        for grammar in self._scheduler.fresh_masks():
+            grammar.wait(max(0.0, until - time.monotonic()))
+
+    def _end(
+        self, request: OpenRequest, reason: FinishReason, tokens: list[int], *, newest: int | None = None
+    ) -> RequestOutput:
+        """Close `request` and return its last output. `newest` is the last of all its tokens."""
+        self._scheduler.remove(request)
+        request.note(Event.FAIL if reason == "error" else Event.FINISH)
+        return RequestOutput(
+            request.request_id,
+            tokens,
+            request.prompt_length,
+            finish_reason=reason,
+            num_cached_tokens=request.num_cached_tokens,
+            stop_token=newest if reason == "stop" and newest in request.stop_ids else None,
+            summary=request.summary(self._clock()),
+        )
+
+    def _end_overdue(self) -> list[RequestOutput]:
+        outputs = []
+        for request in self._scheduler.overdue(self._clock()):
+            output = self._end(request, "error", [])
+            output.error = f"the request had {request.request.deadline_seconds:g} s, which are over"
+            output.error_code = ErrorCode.DEADLINE
+            outputs.append(output)
+        return outputs
+
+    def _end_exhausted(self) -> list[RequestOutput]:
+        """End requests that came with all the tokens they may have, or with a token that ends them."""
+        outputs = []
+        for request in self._continued:
+            if self._scheduler.open.get(request.request_id) is request:
+                newest = int(request.tokens[-1])
+                reason = self._finish_reason(request, newest, len(request.tokens))
+                if reason is not None:
+                    outputs.append(self._end(request, reason, [], newest=newest))
+        self._continued.clear()
+        return outputs
+
+    def schedule(self) -> StepPlan | None:
+        """Choose the rows of the next step and return its plan; None if there is nothing to run."""
+        self._rows = self._scheduler.schedule(now=self._clock(), epoch=self.epoch)
+        return self._plan(self._rows) if self._rows is not None else None
+
+    def _plan(self, rows: StepRows) -> StepPlan:
+        context, slots, counts = self.context, rows.slots, rows.counts
+        starts = context.num_computed[slots]
+        token_slots, positions = slots, starts
+        if counts.max() > 1:
+            # Position of each token: its row's start plus its index within the row.
+            row_of_token = np.repeat(np.arange(len(slots)), counts)
+            index_in_row = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+            positions = (starts[row_of_token] + index_in_row).astype(np.int32)
+            token_slots = slots[row_of_token]
+        pages = context.block_tables[token_slots, positions // context.page_size].astype(np.int64)
+        width = int(context.num_pages[slots].max())
+        return StepPlan(
+            token_ids=context.tokens[token_slots, positions],
+            positions=positions,
+            query_lengths=counts,
+            context_lengths=starts + counts,
+            block_tables=context.block_tables[slots, :width],
+            slot_mapping=pages * context.page_size + positions % context.page_size,
+            needs_sample=rows.needs_sample,
+            sampling=context.sampling.rows(
+                slots,
+                generated=context.num_tokens[slots] - context.prompt_length[slots],
+                needs_sample=rows.needs_sample,
+                prompt_targets=self._prompt_targets(rows, starts),
+            ),
+        )
+
+    def _prompt_targets(self, rows: StepRows, starts: npt.NDArray[np.int32]) -> dict[int, npt.NDArray[np.int32]]:
+        """Return the prompt tokens whose log-probabilities this step computes, by row."""
+        targets = {}
+        for row in np.flatnonzero(starts + 1 < self.context.prompt_length[rows.slots]).tolist():
+            found = rows.requests[row].prompt_targets(int(starts[row]), int(rows.counts[row]))
+            if found is not None:
+                targets[row] = self.context.tokens[rows.slots[row], found[0] : found[1]]
+        return targets
+
+    def collect(self, result: StepResult) -> list[RequestOutput]:
+        """Append the sampled tokens, end the requests that are complete, and return the outputs."""
+        rows, context = self._rows, self.context
+        assert rows is not None, "schedule() first"
+        self._rows = None
+        in_prompt = context.num_computed[rows.slots] < context.prompt_length[rows.slots]
+        context.num_computed[rows.slots] += rows.counts
+        sampled = np.flatnonzero(rows.needs_sample)
+        context.append(rows.slots[sampled], result.tokens[sampled])
+        if self.config.enable_prefix_caching:
+            context.register_computed(rows.slots[in_prompt])
+        step_tokens = int(rows.counts.sum())
+        self._totals.step_sizes.add(step_tokens)
+        self._totals.prompt_tokens += step_tokens - len(sampled)
+        self._totals.generation_tokens += len(sampled)
+        for row, found in result.prompt_log_probs.items():
+            rows.requests[row].add_prompt_log_probs(found)
+        now = self._clock()
+        totals = context.num_tokens[rows.slots].tolist()
+        outputs = []
+        for index in sampled.tolist():
+            request, token = rows.requests[index], int(result.tokens[index])
+            if request.first_token is None:
+                request.first_token = now
+            if self.config.track_generated_token_events:
+                request.note(Event.GENERATED_TOKEN, {"token_id": token})
+            reason = self._finish_reason(request, token, totals[index])
+            if reason is None:
+                output = RequestOutput(
+                    request.request_id, [token], request.prompt_length, num_cached_tokens=request.num_cached_tokens
+                )
+                if request.params.stop_words:  # the output stage may find that it ends here
+                    output.summary = request.summary(now)
+            else:
+                output = self._end(request, reason, [token], newest=token)
+            if reason == "error" and request.grammar is not None:
+                output.error = f"structured output is too complex or does not match: {request.grammar.failure}"
+                output.error_code = ErrorCode.INVALID_REQUEST
+            if request.params.wants_log_probs:
+                request.report_log_probs(result.log_probs[index], output)
+            outputs.append(output)
+        return outputs
+
+    @staticmethod
+    def _finish_reason(request: OpenRequest, token: int, total_tokens: int) -> FinishReason | None:
+        """Return why a request ends whose newest token is `token`; None if it continues."""
+        if token in request.stop_ids and total_tokens - request.prompt_length >= request.params.min_tokens:
+            return "stop"
+        if request.grammar is not None and request.grammar.is_complete:
+            return "stop" if request.grammar.failure is None else "error"
+        return "length" if total_tokens >= request.max_total_tokens else None
+
+    # --- weights and memory -------------------------------------------------------------------------------------
+
+    def set_epoch(self, epoch: int) -> None:
+        """Label the weights with `epoch` from now on. Later requests do not reuse KV of another epoch."""
+        if epoch == self.epoch:
+            return
+        self.epoch, context = epoch, self.context
+        context.clear_prefix_cache()
+        for request in self._scheduler.open.values():
+            total, computed = len(request.tokens), 0
+            if request.slot >= 0:
+                total, computed = (int(column[request.slot]) for column in (context.num_tokens, context.num_computed))
+            request.stamp_epoch(epoch, total_tokens=total, num_computed=computed)
+
+    def suspend(self, tags: Collection[str] = SUSPEND_TAGS) -> None:
+        """Release memory. Requests keep their tokens; their KV stays, moves to host memory, or is computed again after
+        resume(), as kv_cache_management_mode says.
+
+        tags: what to release, of SUSPEND_TAGS. Raises ValueError for another one.
+        """
+        unknown = set(tags) - SUSPEND_TAGS
+        if unknown:
+            raise ValueError(f"suspend tags {sorted(unknown)}: choose among {sorted(SUSPEND_TAGS)}")
+        mode = self.config.kv_cache_management_mode
+        if "kv_cache" in tags and mode is KVCacheManagementMode.RECOMPUTE:
+            self._scheduler.preempt_all()
+            self.context.clear_prefix_cache()
+            self.executor.release_kv(None)
+        elif "kv_cache" in tags and mode is KVCacheManagementMode.OFFLOAD:
+            self.executor.release_kv(self.context.held_pages())
+        if "weights" in tags:
+            self.executor.release_weights()
+
+    def resume(self) -> None:
+        """Reallocate what suspend() released. Raises if memory is short or the weights are not sound."""
+        self.executor.load()
+
+    def swap_weights(self, epoch: int) -> None:
+        """Use the staged weights from now on, as `epoch`. Requests in flight keep their tokens; their KV, which the old
+        weights made, is computed again.
+        """
+        self.executor.swap_weights()
+        self._scheduler.preempt_all()
+        self.context.clear_prefix_cache()
+        self.set_epoch(epoch)
+
+    # --- introspection ------------------------------------------------------------------------------------------
+
+    def take_block_events(self) -> BlockEvents:
+        """Return the blocks that the prefix cache stored and evicted since the last call."""
+        return self.context.prefix_cache.take_events()
+
+    def stats(self) -> BackendStats:
+        """Counters since the start, and the load of this moment. May be called from any thread."""
+        scheduler = self._scheduler
+        return BackendStats(
+            steps=self._totals.steps,
+            last_step=self._totals.last_step,
+            weights_digest=self.executor.digest,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            kv_usage=self.context.usage,
+            prompt_tokens=self._totals.prompt_tokens,
+            generation_tokens=self._totals.generation_tokens,
+            step_sizes=self._totals.step_sizes,
+            preemptions=scheduler.preemptions,
+            prefix_cache_queries=scheduler.cache_queries,
+            prefix_cache_hits=scheduler.cache_hits,
+            prefix_coordination_waits=scheduler.coordination_waits,
+        )
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if pages, prefix cache, slots and queues do not agree."""
+        self.context.check_integrity()
+        self._scheduler.check_integrity()

@@ -1,0 +1,512 @@
+"""The channel between rank 0 and the other ranks of an engine: numbered orders one way, answers the other. No torch.
+
+One PUSH and one PULL socket per direction and rank: an idle rank blocks in receive, and no message is lost to a rank
+that connects late. Each end has a thread that receives, sends heartbeats and finds lost ranks:
+
+- A process that has ended, is stopped or is cut off: ZeroMQ ends its connection.
+- An interpreter that hangs: its heartbeats stop, while ZeroMQ's I/O thread continues. See distributed/watch.py.
+- A step that makes no progress: rank 0 compares the progress reports in the heartbeats.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Any
+
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from megatron_runtime.backends.native.ranked.plan_codec import pack, unpack
+from megatron_runtime.distributed.errors import RankError, RankLostError, RendezvousError
+from megatron_runtime.distributed.rendezvous import SILENCE_SECONDS
+from megatron_runtime.distributed.watch import (
+    BEAT_SECONDS,
+    HEARTBEAT_SECONDS,
+    LONG_ORDER_SECONDS,
+    HeartbeatTimer,
+    Report,
+    StepProgress,
+    StepWatch,
+    rank_behind,
+)
+
+logger = logging.getLogger(__name__)
+
+DISCONNECTED = f"its connection ended: the process is gone, stopped for {SILENCE_SECONDS:g} s, or cut off"
+CLOSE_SECONDS = 2.0
+"""How long close() waits for the other ranks to disconnect."""
+BLAME_SECONDS = 1.0
+"""After a failed collective, how long to wait for the news of the rank whose end made it fail."""
+WATCHDOG_MARGIN_SECONDS = 5.0
+"""A hung process ends itself so long after the other ranks have lost it."""
+WATCHDOG_RENEWAL_SECONDS = 2.0
+
+
+class Kind(IntEnum):
+    """From rank 0: STEP, WARM_UP, COMMAND, LONG_COMMAND, END, BEAT, WELCOME.
+    To rank 0: HELLO, ANSWER, BEAT, FAILED, LEAVE.
+
+    WARM_UP:      a step of no request.
+    LONG_COMMAND: an order that may hold the interpreter, so that heartbeats cease until it is done.
+    """
+
+    STEP = 1
+    COMMAND = 2
+    END = 3
+    BEAT = 4
+    WELCOME = 5
+    HELLO = 6
+    ANSWER = 7
+    FAILED = 8
+    LEAVE = 9
+    LONG_COMMAND = 10
+    WARM_UP = 11
+
+
+STEPS = frozenset({Kind.STEP, Kind.WARM_UP})
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Between rank 0 and another rank. The body of a heartbeat is the silence in seconds that its sender may keep from
+    then on, and the sender's Report.
+
+    rank:   of the sender.
+    number: of the order that it is, which rises by one, or answers; else 0.
+    """
+
+    kind: Kind
+    rank: int
+    number: int
+    body: Any
+
+
+@dataclass(slots=True)
+class _Peer:
+    """The other end of a connection."""
+
+    push: zmq.Socket[bytes]
+    monitor: zmq.Socket[bytes]
+    heartbeat: HeartbeatTimer = field(default_factory=HeartbeatTimer)
+    report: Report = field(default_factory=Report)
+    has_said_hello: bool = False
+
+
+class _Channel:
+    """What both ends share: the sockets, the thread and the heartbeats. `_handlers` holds what the end does by kind."""
+
+    def __init__(
+        self,
+        rank: int,
+        pull: zmq.Socket[bytes],
+        pushes: Mapping[int, zmq.Socket[bytes]],
+        *,
+        progress: StepProgress,
+        has_watchdog: bool,
+    ) -> None:
+        self._rank = rank
+        self._pull = pull
+        self._peers = {
+            peer: _Peer(push, push.get_monitor_socket(zmq.EVENT_DISCONNECTED)) for peer, push in pushes.items()
+        }
+        self._progress = progress
+        self._has_watchdog = has_watchdog
+        self._watchdog_set: tuple[float, float] = (0.0, 0.0)
+        self._handlers: dict[Kind, Callable[[Message], object]] = {Kind.BEAT: self._note_heartbeat}
+        self._long_orders: set[int] = set()
+        self._number = 0
+        self._sending = threading.RLock()
+        """Orders the messages, and lets sockets pass from thread to thread."""
+        self._welcomed = False
+        self._ended = False
+        self._thread = threading.Thread(target=self._run, name="ranks", daemon=True)
+
+    def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
+        raise NotImplementedError
+
+    def _disconnected(self, rank: int) -> None:
+        self._lose(rank, DISCONNECTED)
+
+    def _dispatch(self, message: Message) -> None:
+        handler = self._handlers.get(message.kind)
+        if handler is None:
+            logger.warning("dropped %s of rank %d: rank %d takes none", message.kind.name, message.rank, self._rank)
+        else:
+            handler(message)
+
+    def _look(self, now: float) -> None:
+        """Called with each heartbeat."""
+        for rank, peer in self._peers.items():
+            cause = peer.heartbeat.expired(now)
+            if cause is not None and self._welcomed:
+                self._lose(rank, cause, by_silence=True)
+
+    # --- sending ---
+
+    def _send(self, kind: Kind, number: int, body: Any) -> None:
+        with self._sending:
+            frames = [pack([int(kind), self._rank, number]), pack(body)]
+            for peer in self._peers.values():
+                if not peer.push.closed:
+                    with contextlib.suppress(zmq.Again):  # its connection has ended, which the monitor reports
+                        peer.push.send_multipart(frames, zmq.NOBLOCK)
+
+    def _beat(self) -> None:
+        """Send a heartbeat, and renew the watchdog, which works without the interpreter."""
+        with self._sending:
+            allowed = LONG_ORDER_SECONDS if self._long_orders else HEARTBEAT_SECONDS
+            self._send(Kind.BEAT, 0, [allowed, self._progress.report().to_wire()])
+            now, (was_allowed, set_at) = time.monotonic(), self._watchdog_set
+            is_due = allowed != was_allowed or now - set_at > WATCHDOG_RENEWAL_SECONDS
+            if self._has_watchdog and self._welcomed and is_due:
+                faulthandler.dump_traceback_later(allowed + WATCHDOG_MARGIN_SECONDS, exit=True)
+                self._watchdog_set = (allowed, now)
+
+    def _begin_long(self, number: int) -> None:
+        """Order `number` may hold the interpreter: announce it while this thread has it."""
+        with self._sending:
+            self._long_orders.add(number)
+            self._beat()
+
+    def _end_long(self, number: int) -> None:
+        with self._sending:
+            if number in self._long_orders:
+                self._long_orders.discard(number)
+                self._beat()
+
+    def _stop(self) -> None:
+        """End the thread and close the sockets."""
+        self._ended = True
+        self._thread.join()
+        if self._has_watchdog:
+            faulthandler.cancel_dump_traceback_later()
+        with self._sending:
+            for peer in self._peers.values():
+                peer.push.disable_monitor()
+                peer.monitor.close(linger=0)
+                peer.push.close(linger=0)
+            self._pull.close(linger=0)
+
+    # --- its thread ---
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._pull, zmq.POLLIN)
+        monitors = {peer.monitor: rank for rank, peer in self._peers.items()}
+        for monitor in monitors:
+            poller.register(monitor, zmq.POLLIN)
+        beat_at = time.monotonic()
+        while not self._ended:
+            for socket, _ in poller.poll(max(0, int((beat_at - time.monotonic()) * 1000))):
+                if socket is self._pull:
+                    self._receive()
+                else:
+                    recv_monitor_message(socket)
+                    self._disconnected(monitors[socket])
+            now = time.monotonic()
+            if now >= beat_at:
+                if now - beat_at > BEAT_SECONDS:  # this process itself was late: its peers may have been on time
+                    for peer in self._peers.values():
+                        peer.heartbeat.restart(now)
+                beat_at = now + BEAT_SECONDS
+                self._beat()
+                self._look(now)
+
+    def _receive(self) -> None:
+        while True:
+            try:
+                frames = self._pull.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            try:
+                head, body = map(unpack, frames)
+                kind, rank, number = head
+                message = Message(Kind(kind), rank, number, body)
+                if rank not in self._peers:
+                    raise ValueError(f"rank {rank} is not a peer of rank {self._rank}")
+            except (ValueError, TypeError) as error:
+                logger.warning("dropped a message that cannot be read: %s", error)
+                continue
+            self._peers[rank].heartbeat.restart(time.monotonic())
+            self._dispatch(message)
+
+    def _note_heartbeat(self, message: Message) -> None:
+        peer = self._peers[message.rank]
+        peer.heartbeat.allowed_seconds, report = message.body
+        peer.report = Report.from_wire(report)
+
+
+@dataclass(slots=True)
+class _Pending:
+    missing: set[int]
+    answers: dict[int, Any] = field(default_factory=dict)
+
+
+class LeaderChannel(_Channel):
+    """Rank 0's end. Orders may be posted and answers awaited from any thread.
+
+    pull:         receives the messages of the other ranks.
+    pushes:       by rank, connected to that rank's PULL socket.
+    progress:     of this rank's own steps.
+    has_watchdog: end this process if its interpreter hangs.
+    on_lost:      called once, on a thread of its own, with the RankError that ends the engine.
+    on_leave:     called on the channel's thread when another rank received SIGTERM.
+    """
+
+    def __init__(
+        self,
+        pull: zmq.Socket[bytes],
+        pushes: Mapping[int, zmq.Socket[bytes]],
+        *,
+        progress: StepProgress,
+        step_timeout_seconds: float,
+        has_watchdog: bool = False,
+    ) -> None:
+        super().__init__(0, pull, pushes, progress=progress, has_watchdog=has_watchdog)
+        self.on_lost: Callable[[RankError], None] = lambda _error: None
+        self.on_leave: Callable[[], object] = lambda: None
+        self.failure: RankError | None = None
+        self._handlers |= {
+            Kind.HELLO: self._note_hello,
+            Kind.ANSWER: self._note_answer,
+            Kind.FAILED: self._note_failure,
+            Kind.LEAVE: self._note_leave,
+        }
+        self._watch = StepWatch(step_timeout_seconds)
+        self._last_step: tuple[int, Kind] = (0, Kind.STEP)
+        self._pending: dict[int, _Pending] = {}
+        self._changed = threading.Condition()
+        self._closing = False
+        self._gone: set[int] = set()
+        self._suspect: tuple[int, str, float] | None = None
+
+    def start(self, *, timeout_seconds: float) -> None:
+        """Return when every rank has said HELLO and was welcomed. Raises RendezvousError naming one that has not."""
+
+        def missing() -> list[int]:
+            return [rank for rank, peer in self._peers.items() if not peer.has_said_hello]
+
+        self._thread.start()
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure is not None or not missing(), timeout_seconds)
+            if self.failure is not None:
+                raise self.failure
+            if missing():
+                cause = f"connected to rank 0, but sent no message within {timeout_seconds:g} s"
+                raise RendezvousError(missing()[0], cause)
+            for peer in self._peers.values():
+                peer.heartbeat.restart(time.monotonic())
+            self._welcomed = True
+        self._send(Kind.WELCOME, 0, None)
+        self._beat()
+
+    def post(self, kind: Kind, body: Any, *, answers: Iterable[int] = ()) -> int:
+        """Send an order to every rank, in the order of calls. Returns its number.
+
+        answers: ranks that will answer; collect() must be called for the order then.
+        """
+        missing = set(answers) - {0}
+        with self._sending:
+            self._number += 1
+            number = self._number
+            with self._changed:
+                if missing:
+                    self._pending[number] = _Pending(missing)
+                if kind in STEPS:
+                    self._last_step = (number, kind)
+            if kind is Kind.LONG_COMMAND:
+                self._begin_long(number)
+            self._send(kind, number, body)
+        return number
+
+    def collect(self, number: int) -> dict[int, Any]:
+        """The answers to order `number`, by rank. Raises the RankError that ends the engine, if one comes first."""
+        with self._changed:
+            pending = self._pending.get(number, _Pending(set()))
+            self._changed.wait_for(lambda: not pending.missing or self.failure is not None)
+            self._pending.pop(number, None)
+            if pending.missing and self.failure is not None:
+                raise self.failure
+        self._end_long(number)
+        return pending.answers
+
+    def blame(self, number: int) -> RankError:
+        """The error of the rank that made a collective of order `number` fail: the rank that is lost, if the news of it
+        comes soon, else the rank that the others waited for.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.failure is not None, BLAME_SECONDS):
+                reports = self._reports()
+                rank = rank_behind(number, reports)
+                cause = f"the others waited for it in a collective that failed; it is in {reports[rank].place}"
+                self._lose(rank, cause, by_silence=True)
+            assert self.failure is not None
+            return self.failure
+
+    def fail(self, rank: int, cause: str) -> None:
+        """End the other ranks with this cause. Waits a moment for it to reach them.
+
+        rank: the rank that failed, which may be 0.
+        """
+        self._closing = True
+        self._send(Kind.FAILED, 0, [rank, cause])
+        self._wait_until_all_are_gone(BLAME_SECONDS)
+
+    def close(self) -> None:
+        """End the other ranks in order, and this end. Idempotent."""
+        if self._ended:
+            return
+        self._closing = True
+        self._send(Kind.END, 0, None)
+        self._wait_until_all_are_gone(CLOSE_SECONDS)
+        self._stop()
+
+    def _wait_until_all_are_gone(self, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._gone >= self._peers.keys(), seconds)
+
+    def _reports(self) -> dict[int, Report]:
+        return {0: self._progress.report(), **{rank: peer.report for rank, peer in self._peers.items()}}
+
+    # --- its thread ---
+
+    def _dispatch(self, message: Message) -> None:
+        with self._changed:
+            super()._dispatch(message)
+            self._changed.notify_all()
+
+    def _note_leave(self, _message: Message) -> None:
+        self.on_leave()
+
+    def _note_hello(self, message: Message) -> None:
+        self._peers[message.rank].has_said_hello = True
+
+    def _note_answer(self, message: Message) -> None:
+        pending = self._pending.get(message.number)
+        if pending is not None:
+            pending.missing.discard(message.rank)
+            pending.answers[message.rank] = message.body
+
+    def _note_failure(self, message: Message) -> None:
+        is_consequence, cause = message.body
+        if not is_consequence:
+            self._lose(message.rank, cause)
+        elif self._suspect is None:
+            self._suspect = (message.rank, cause, time.monotonic())
+
+    def _disconnected(self, rank: int) -> None:
+        with self._changed:
+            self._gone.add(rank)
+            if self._welcomed and not self._closing:
+                self._lose(rank, DISCONNECTED)
+            self._changed.notify_all()
+
+    def _look(self, now: float) -> None:
+        with self._changed:
+            super()._look(now)
+            if self._suspect is not None and now - self._suspect[2] > BLAME_SECONDS:
+                self._lose(self._suspect[0], self._suspect[1], by_silence=True)
+            number, kind = self._last_step
+            stall = self._watch.look(number, self._reports(), now=now, is_warm_up=kind is Kind.WARM_UP)
+            if stall is not None:
+                self._lose(stall.rank, stall.cause, by_silence=not stall.is_computing)
+
+    def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
+        """`_changed` is held. Only the first loss counts: the others follow from it."""
+        if self.failure is None:
+            self.failure = RankLostError(rank, cause, by_silence=by_silence)
+            logger.error("%s", self.failure)
+            self._changed.notify_all()
+            threading.Thread(target=self.on_lost, args=(self.failure,), name="lost rank", daemon=True).start()
+
+
+class FollowerChannel(_Channel):
+    """The end of any other rank.
+
+    orders:       the orders of rank 0; get() blocks.
+    progress:     of this rank's steps.
+    has_watchdog: end this process if its interpreter hangs.
+    on_lost:      called once, on the channel's thread, when rank 0 is lost or reports why the engine ends.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        pull: zmq.Socket[bytes],
+        push: zmq.Socket[bytes],
+        progress: StepProgress,
+        on_lost: Callable[[RankError], None],
+        has_watchdog: bool = False,
+    ) -> None:
+        super().__init__(rank, pull, {0: push}, progress=progress, has_watchdog=has_watchdog)
+        self.orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._on_lost = on_lost
+        self._is_leaving = self._has_said_leave = False
+        self._has_welcome = threading.Event()
+        self._handlers |= {
+            Kind.WELCOME: self._note_welcome,
+            Kind.FAILED: lambda message: self._lose(*message.body),
+            Kind.END: self._note_end,
+            **dict.fromkeys((*STEPS, Kind.COMMAND, Kind.LONG_COMMAND), self._note_order),
+        }
+
+    def start(self, *, timeout_seconds: float) -> None:
+        """Return when rank 0 has welcomed this rank. Raises RendezvousError."""
+        self._thread.start()
+        self._send(Kind.HELLO, 0, None)
+        if not self._has_welcome.wait(timeout_seconds):
+            raise RendezvousError(self._rank, f"connected to rank 0, but received no message in {timeout_seconds:g} s")
+
+    def answer(self, order: Message, body: Any) -> None:
+        self._send(Kind.ANSWER, order.number, body)
+        self._end_long(order.number)
+
+    def fail(self, cause: str, *, is_consequence: bool) -> None:
+        """Report that this rank cannot continue. is_consequence: the end of another rank may be the reason."""
+        self._send(Kind.FAILED, 0, [is_consequence, cause])
+
+    def leave(self) -> None:
+        """Ask rank 0 to drain and end the engine, with the next heartbeat. Takes no lock, so that a signal handler may
+        call it while this thread sends.
+        """
+        self._is_leaving = True
+
+    def close(self) -> None:
+        self._stop()
+
+    def _look(self, now: float) -> None:
+        if self._is_leaving and not self._has_said_leave:
+            self._has_said_leave = True
+            self._send(Kind.LEAVE, 0, None)
+        super()._look(now)
+
+    def _note_welcome(self, _message: Message) -> None:
+        self._welcomed = True
+        self._has_welcome.set()
+        self._beat()
+
+    def _note_end(self, message: Message) -> None:
+        self._ended = True
+        self.orders.put(message)
+
+    def _note_order(self, order: Message) -> None:
+        self._number += 1
+        if order.number != self._number:
+            self._lose(0, f"its order {self._number} is missing: order {order.number} came")
+        if order.kind is Kind.LONG_COMMAND:
+            self._begin_long(order.number)
+        self.orders.put(order)
+
+    def _lose(self, rank: int, cause: str, *, by_silence: bool = False) -> None:
+        if not self._ended and self._welcomed:
+            self._ended = True
+            self._on_lost(RankLostError(rank, cause, by_silence=by_silence))

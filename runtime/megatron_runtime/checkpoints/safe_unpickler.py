@@ -1,0 +1,234 @@
+"""Read untrusted pickles without running any code that they name.
+
+A pickle names the functions to call. Each name is looked up in a table of trusted names; any other becomes an object
+that does nothing, or is rejected. No module is ever imported for a pickle.
+
+The reader is the pure Python one of the standard library, as in torch's own reader of weights. The C reader lets a
+pickle allocate gigabytes with one opcode, overflow the C stack with a nested key, and set attributes of classes.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import IO, Any, ClassVar
+
+from megatron_runtime.checkpoints.model_files import MAX_INDEX_BYTES
+from megatron_runtime.protocol.text import escaped, shown
+
+Globals = Mapping[tuple[str, str], Any]
+"""(module, name) in the pickle -> the object to use for it."""
+
+MAX_AXES = 16
+_MAX_SIZE = 1 << 63
+_REJECTED = ("LONG4", "BYTEARRAY8", "NEXT_BUFFER", "READONLY_BUFFER", "EXT1", "EXT2", "EXT4", "INST", "OBJ")
+"""Opcodes that allocate the size they announce, build integers of megabytes, or read tables of this process."""
+_MAX_ARGUMENTS = 64
+
+
+class UnsafePickleError(ValueError):
+    """The pickle names an untrusted object, or is damaged. The message names the file and the object."""
+
+
+class Opaque:
+    """Replaces an object of a class that is not needed. Accepts all that a pickle does to it, and keeps nothing."""
+
+    def __new__(cls, *args: object, **kwargs: object) -> Opaque:
+        return object.__new__(cls)
+
+    def __init__(self, *args: object, **kwargs: object) -> None: ...
+
+    def __setstate__(self, state: object) -> None: ...
+
+    def __setitem__(self, key: object, value: object) -> None: ...
+
+    def append(self, item: object) -> None: ...
+
+    def extend(self, items: object) -> None: ...
+
+    def add(self, item: object) -> None: ...
+
+
+def read_pickle(
+    file: IO[bytes],
+    *,
+    where: str,
+    trusted: Globals,
+    opaque: Callable[[str, str], bool] = lambda module, name: False,
+    persistent: Callable[[Any], Any] | None = None,
+) -> Any:
+    """Return the object in the pickle in `file`.
+
+    where:      name of the file in errors.
+    trusted:    classes and functions that the pickle may use.
+    opaque:     returns whether another (module, name) is replaced by an Opaque; otherwise it is rejected.
+    persistent: returns the object of a persistent id; None rejects them.
+
+    Raises UnsafePickleError.
+    """
+    data = file.read(MAX_INDEX_BYTES + 1)
+    if len(data) > MAX_INDEX_BYTES:
+        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is no index of a checkpoint")
+    reader = _Reader(data, where=where, trusted=trusted, opaque=opaque, persistent=persistent)
+    try:
+        return reader.load()
+    except UnsafePickleError:
+        raise
+    except Exception as error:  # whatever a damaged pickle makes its own opcodes or the trusted classes raise
+        raise UnsafePickleError(
+            f"{where} is damaged or no pickle that is known here: {type(error).__name__} {shown(str(error))}"
+        ) from error
+
+
+def size_of(values: Any = ()) -> tuple[int, ...]:
+    """Replaces torch.Size in a table of trusted names. Raises ValueError for an invalid shape."""
+    if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
+        raise ValueError(f"{shown(values)} is no shape of at most {MAX_AXES} axes")
+    if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE for value in values):
+        raise ValueError("a shape has an extent that is no whole number of 63 bits")
+    return tuple(values)
+
+
+def ordered_dict(*_: object) -> OrderedDict[Any, Any]:
+    """Replaces collections.OrderedDict, whose entries follow one by one."""
+    return OrderedDict()
+
+
+class _Reader(pickle._Unpickler):
+    """Takes time and memory proportional to the size of the pickle, for any content."""
+
+    # Declared by the standard library's reader.
+    stack: list[Any]
+    memo: dict[int, Any]
+    append: Callable[[Any], None]
+    pop_mark: Callable[[], list[Any]]
+    readline: Callable[[], bytes]
+
+    def __init__(
+        self,
+        data: bytes,
+        *,
+        where: str,
+        trusted: Globals,
+        opaque: Callable[[str, str], bool],
+        persistent: Callable[[Any], Any] | None,
+    ) -> None:
+        super().__init__(io.BytesIO(data))
+        self._where = where
+        self._trusted = trusted
+        self._opaque = opaque
+        self._persistent = persistent
+        self._classes = (Opaque, *{value for value in trusted.values() if isinstance(value, type)})
+        self._keys = (str, bytes, *self._classes)
+        self._size = self._attributes_left = len(data)
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in self._trusted:
+            return self._trusted[module, name]
+        if self._opaque(module, name):
+            return Opaque
+        raise UnsafePickleError(
+            f"{self._where} asks for {escaped(f'{module}.{name}')}, which has no place there: nothing was run and "
+            "nothing is loaded; get the checkpoint from a source you trust"
+        )
+
+    def persistent_load(self, pid: Any) -> Any:
+        if self._persistent is None:
+            raise UnsafePickleError(f"{self._where} refers to data outside of itself: such a file is not known here")
+        return self._persistent(pid)
+
+    # --- opcodes that a pickle could misuse ---
+
+    def _build(self) -> None:
+        """Set attributes of an instance; those of classes and functions are never set."""
+        state, target = self.stack.pop(), self.stack[-1]
+        if type(target) is OrderedDict:
+            return
+        if type(target) not in self._classes:
+            raise ValueError(f"{shown(target)} has no attributes that a pickle may set")
+        set_state = getattr(type(target), "__setstate__", None)
+        if set_state is not None:
+            set_state(target, state)
+            return
+        if isinstance(state, tuple):
+            own, slots = state
+            state = {**(own or {}), **(slots or {})}
+        # A state can be shared by many objects, each of which copies it.
+        self._attributes_left -= len(state)
+        if self._attributes_left < 0:
+            raise ValueError("it sets more attributes than it has bytes")
+        vars(target).update(state)
+
+    def _set_items(self, target: Any, items: list[Any]) -> None:
+        """Set entries of a mapping. Entries under keys of other types are left out: no caller reads them.
+
+        The hashes of tuples and long integers are predictable, so a pickle could make all its keys collide.
+        """
+        for key, value in zip(items[::2], items[1::2], strict=True):
+            if isinstance(key, self._keys) or (isinstance(key, int) and abs(key) < _MAX_SIZE):
+                target[key] = value
+
+    def _load_set_item(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items(self.stack[-1], [key, value])
+
+    def _load_set_items(self) -> None:
+        items = self.pop_mark()
+        self._set_items(self.stack[-1], items)
+
+    def _load_dict(self) -> None:
+        items = self.pop_mark()
+        found: dict[Any, Any] = {}
+        self._set_items(found, items)
+        self.append(found)
+
+    def _load_frozen_set(self) -> None:
+        self.pop_mark()
+        self.append(Opaque())
+
+    def _load_empty_set(self) -> None:
+        self.append(Opaque())
+
+    def _load_reduce(self) -> None:
+        arguments = self.stack.pop()
+        self.stack[-1] = self.stack[-1](*self._few(arguments))
+
+    def _load_new(self) -> None:
+        arguments, kind = self.stack.pop(), self.stack.pop()
+        self.append(kind.__new__(kind, *self._few(arguments)))
+
+    def _load_new_with_keywords(self) -> None:
+        self.stack.pop()
+        self._load_new()
+
+    def _few(self, arguments: Any) -> tuple[Any, ...]:
+        """Return the arguments of a call. Many calls could share a long tuple, which each of them would copy."""
+        if not isinstance(arguments, tuple) or len(arguments) > _MAX_ARGUMENTS:
+            raise ValueError(f"it calls something with {shown(arguments)}: want at most {_MAX_ARGUMENTS} arguments")
+        return arguments
+
+    def _load_put(self) -> None:
+        index = int(self.readline())
+        if not 0 <= index < self._size:
+            raise ValueError("it memoizes more objects than it has bytes")
+        self.memo[index] = self.stack[-1]
+
+    def _reject(self) -> None:
+        raise ValueError("it has an opcode that no checkpoint needs")
+
+    dispatch: ClassVar[dict[int, Callable[[Any], None]]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _build,
+        pickle.SETITEM[0]: _load_set_item,
+        pickle.SETITEMS[0]: _load_set_items,
+        pickle.DICT[0]: _load_dict,
+        pickle.FROZENSET[0]: _load_frozen_set,
+        pickle.EMPTY_SET[0]: _load_empty_set,
+        pickle.REDUCE[0]: _load_reduce,
+        pickle.NEWOBJ[0]: _load_new,
+        pickle.NEWOBJ_EX[0]: _load_new_with_keywords,
+        pickle.PUT[0]: _load_put,
+        **dict.fromkeys((getattr(pickle, name)[0] for name in _REJECTED), _reject),
+    }

@@ -1,0 +1,233 @@
+"""Child processes: those of `megatron serve` and the ranks of an engine. A child ends when its parent does."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import psutil
+
+from megatron_runtime.distributed.shard import NodeIdentity
+from megatron_runtime.process.parent import PARENT_VARIABLE
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+
+RESTARTS = 3
+RESTART_WINDOW_SECONDS = 60.0
+_LINES_KEPT = 20
+RENDEZVOUS_SECONDS = 900
+OUTLIVE_SECONDS = 4.0
+"""Ranks that live for so long after another one has ended are killed."""
+_UNUSED_SIGNAL = "SIGUSR2"
+"""The agent ends its ranks at once on the signals that it handles, but SIGTERM must let rank 0 drain."""
+
+
+def free_ports(count: int) -> list[int]:
+    """Different ports of the loopback interface that are free now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+class ChildFailedError(Exception):
+    """A child ended and is not started again. The message names it, how it ended, and its last lines."""
+
+
+@dataclass(slots=True)
+class Child:
+    """One supervised process.
+
+    arguments: what follows `megatron` on its command line.
+    pass_fds:  descriptors that it inherits.
+    """
+
+    name: str
+    arguments: Sequence[str]
+    pass_fds: Sequence[int] = ()
+    process: asyncio.subprocess.Process | None = None
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=_LINES_KEPT))
+    restarts: deque[float] = field(default_factory=deque)
+
+
+class Supervisor:
+    """Runs children until stop().
+
+    say:  prints one line for the user; gets a child's name (or None) and the line.
+    Children get their own session, so that Ctrl-C reaches only the supervisor, which ends them in order.
+    """
+
+    def __init__(self, *, say: Callable[[str | None, str], None]) -> None:
+        self._say = say
+        self._children: list[Child] = []
+        self._watchers: list[asyncio.Task[None]] = []
+        self._stopping = False
+        self.are_ready = False
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def start(self, child: Child) -> None:
+        """Start a child and watch it; `failed` gets ChildFailedError when it is lost for good."""
+        self._children.append(child)
+        await self._spawn(child)
+        self._watchers.append(asyncio.create_task(self._watch(child)))
+
+    async def stop(self, *, grace_seconds: float) -> None:
+        """End the children, the last started first, each with SIGTERM and, after the grace time, SIGKILL."""
+        self._stopping = True
+        for child in reversed(self._children):
+            await self._end(child, grace_seconds=grace_seconds)
+        for watcher in self._watchers:
+            watcher.cancel()
+        await asyncio.gather(*self._watchers, return_exceptions=True)
+
+    def signal_all(self, number: signal.Signals) -> None:
+        for child in self._children:
+            if child.process is not None and child.process.returncode is None:
+                child.process.send_signal(number)
+
+    async def _spawn(self, child: Child) -> None:
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "megatron_runtime.cli",
+            *child.arguments,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={**os.environ, PARENT_VARIABLE: str(os.getpid()), "PYTHONUNBUFFERED": "1"},
+            pass_fds=child.pass_fds,
+            start_new_session=True,
+        )
+
+    async def _watch(self, child: Child) -> None:
+        while True:
+            await self._relay_output(child)
+            assert child.process is not None
+            code = await child.process.wait()
+            if self._stopping:
+                return
+            ended = f"{child.name} ended with {_exit_words(code)}"
+            if not self.are_ready or not self._may_restart(child):
+                last_lines = "".join(f"\n  {line}" for line in child.last_lines)
+                if not self.failed.done():
+                    self.failed.set_exception(ChildFailedError(f"{ended}{last_lines}"))
+                return
+            self._say(None, f"{ended}; starting it again")
+            await self._spawn(child)
+
+    async def _relay_output(self, child: Child) -> None:
+        assert child.process is not None
+        assert child.process.stdout is not None
+        while True:
+            try:
+                line = await child.process.stdout.readline()
+            except ValueError:  # a line beyond the stream's limit; the reader has dropped it
+                continue
+            if not line:
+                return
+            text = line.decode(errors="replace").rstrip()
+            child.last_lines.append(text)
+            self._say(child.name, text)
+
+    def _may_restart(self, child: Child) -> bool:
+        now = time.monotonic()
+        while child.restarts and now - child.restarts[0] > RESTART_WINDOW_SECONDS:
+            child.restarts.popleft()
+        child.restarts.append(now)
+        return len(child.restarts) <= RESTARTS
+
+    async def _end(self, child: Child, *, grace_seconds: float) -> None:
+        process = child.process
+        if process is None or process.returncode is not None:
+            return
+        process.send_signal(signal.SIGTERM)
+        try:
+            async with asyncio.timeout(grace_seconds):
+                await process.wait()
+        except TimeoutError:
+            self._say(None, f"{child.name} did not end within {grace_seconds:g} s: killing it")
+            process.kill()
+            await process.wait()
+
+
+def _exit_words(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+
+
+class RanksFailedError(RuntimeError):
+    """The ranks have ended because one failed. The message names it; the rank itself has logged the cause."""
+
+
+def launch(node: NodeIdentity, arguments: Sequence[str]) -> None:
+    """Run `megatron` with `arguments` once for each rank of this node, by torch's elastic agent without restarts.
+
+    Returns when all ranks have ended in order. SIGTERM and SIGINT are forwarded to the ranks, of which rank 0 ends the
+    engine. If one rank fails, the others are ended. Raises RanksFailedError.
+    """
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    def forward(number: int, _frame: object) -> None:
+        for child in psutil.Process().children():
+            child.send_signal(number)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, forward)
+    os.environ[PARENT_VARIABLE] = str(os.getpid())
+    threading.Thread(target=_kill_survivors, args=(node.ranks_per_node,), name="survivors", daemon=True).start()
+    config = LaunchConfig(
+        min_nodes=node.nodes,
+        max_nodes=node.nodes,
+        nproc_per_node=node.ranks_per_node,
+        run_id="engine",
+        rdzv_backend="static",
+        rdzv_endpoint=f"{node.address}:{node.port or free_ports(1)[0]}",
+        rdzv_configs={"rank": node.node_rank, "timeout": RENDEZVOUS_SECONDS},
+        max_restarts=0,
+        monitor_interval=0.1,
+        signals_to_handle=_UNUSED_SIGNAL,
+    )
+    try:
+        elastic_launch(config, sys.executable)("-u", "-m", "megatron_runtime.cli", *arguments)
+    except ChildFailedError as error:
+        rank, first = cause(error.failures)
+        how = f"signal {first.signal_name()}" if first.exitcode < 0 else f"status {first.exitcode}"
+        raise RanksFailedError(f"rank {rank} ended with {how}, and the engine with it") from error
+
+
+def cause(failures: Mapping[int, ProcessFailure]) -> tuple[int, ProcessFailure]:
+    """The rank that failed first, of those that the agent found ended in one look.
+
+    A rank that a signal ended is the cause; a rank that exited with a status may have done so because of it.
+    """
+    return min(failures.items(), key=lambda failure: (failure[1].exitcode >= 0, failure[1].timestamp))
+
+
+def _kill_survivors(ranks: int) -> None:
+    """Kill the ranks that outlive another one. The agent would wait longer for a stopped one."""
+    ended_at: float | None = None
+    seen = 0
+    while True:
+        time.sleep(0.5)
+        living = [child for child in psutil.Process().children() if child.status() != psutil.STATUS_ZOMBIE]
+        seen = max(seen, len(living))
+        if seen < ranks or len(living) == seen:
+            continue
+        ended_at = ended_at or time.monotonic()
+        if time.monotonic() - ended_at > OUTLIVE_SECONDS:
+            for child in living:
+                child.kill()

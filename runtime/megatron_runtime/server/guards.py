@@ -1,0 +1,140 @@
+"""Checks of a request before its body is parsed: Host, Origin, Content-Type, and the structure of its JSON.
+
+A page of any site can post text to a server on loopback, and a name that the site owns can resolve to 127.0.0.1
+(DNS rebinding). A JSON content type needs a CORS preflight, which the server never answers; Host and Origin name the
+site.
+
+A parser turns each byte pair `[]` into an object of 56 bytes, and validation reports each wrong element. So a body
+within the size limit may still take seconds and gigabytes. `JsonScan` counts before anything is parsed.
+"""
+
+from __future__ import annotations
+
+import re
+from itertools import accumulate
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic_core import from_json
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from megatron_runtime.server.errors import ApiError, shown
+
+MAX_DEPTH = 64
+MAX_CONTAINERS = 65_536
+"""Objects and arrays, and also members of objects."""
+MAX_ELEMENTS = 1 << 20
+"""Values that a comma follows. Token ids of a prompt are the one legitimate use of so many."""
+
+_OTHER = bytes(set(range(256)) - set(b"[]{}"))
+_STEPS = bytes.maketrans(b"[]{}", b"\x01\x00\x01\x00")
+_JSON_TYPE = re.compile(r"application/(?:json|[\w.!#$&^-]+\+json)", re.ASCII)
+_CHARSET = re.compile(r"""charset\s*=\s*"?([^";\s]+)"?""", re.IGNORECASE)
+
+
+def check_content_type(headers: Headers) -> None:
+    """Raise ApiError 415 for a body that is not declared as JSON in UTF-8, or that is compressed."""
+    encoding = headers.get("content-encoding", "identity")
+    if encoding.strip().lower() not in ("", "identity"):
+        message = f"Content-Encoding {shown(encoding)} is not supported: send the body uncompressed."
+        raise ApiError(415, message, code="unsupported_content_encoding")
+    given = headers.get("content-type", "")
+    kind, _, parameters = given.partition(";")
+    charset = _CHARSET.search(parameters)
+    if _JSON_TYPE.fullmatch(kind.strip().lower()) is None or (
+        charset is not None and charset[1].lower() not in ("utf-8", "utf8")
+    ):
+        found = f"not {shown(given)}" if given else "which the request does not have"
+        message = f"The body must be JSON: send the header 'Content-Type: application/json', {found}."
+        raise ApiError(415, message, code="unsupported_content_type")
+
+
+class HostMiddleware:
+    """Accepts only requests for the allowed hosts, and from a browser only those of the server's own pages.
+
+    allowed: names and addresses without ports, IPv6 addresses without brackets.
+    """
+
+    def __init__(self, app: ASGIApp, *, allowed: tuple[str, ...]) -> None:
+        self._app = app
+        self._allowed = frozenset(host.lower().strip("[]") for host in allowed)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        rejection = self._rejection(Headers(scope=scope)) if scope["type"] == "http" else None
+        await (self._app if rejection is None else rejection.response())(scope, receive, send)
+
+    def _rejection(self, headers: Headers) -> ApiError | None:
+        authority = headers.get("host", "").lower()
+        host = authority[1:].partition("]")[0] if authority.startswith("[") else authority.partition(":")[0]
+        if host not in self._allowed:
+            message = (
+                f"Host {shown(authority)} is not served here: use {', '.join(sorted(self._allowed))}, or start the "
+                "server with --allowed-host and this name."
+            )
+            return ApiError(403, message, code="host_not_allowed")
+        for origin in headers.getlist("origin"):
+            if _authority_of(origin) != authority:
+                message = f"Web pages of origin {shown(origin)} may not use this server: only its own page may."
+                return ApiError(403, message, code="origin_not_allowed")
+        return None
+
+
+def _authority_of(origin: str) -> str | None:
+    try:
+        return urlsplit(origin).netloc.lower() or None
+    except ValueError:
+        return None
+
+
+class JsonLimitError(ValueError):
+    """JSON with more structure than the server accepts. The message names the limit and the remedy."""
+
+
+class JsonScan:
+    """Counts the structure of one request body; JSON text held in its strings counts towards the same limits."""
+
+    def __init__(self) -> None:
+        self._containers = self._members = self._elements = self._depth = 0
+        self._in_string = self._after_backslash = False
+
+    def feed(self, chunk: bytes) -> None:
+        """Count the next bytes. Raises JsonLimitError; input that is not JSON is left to the parser."""
+        if self._after_backslash and chunk:
+            chunk, self._after_backslash = chunk[1:], False
+        if b"\\" in chunk:
+            chunk = chunk.replace(b"\\\\", b"").replace(b'\\"', b"")
+            self._after_backslash = chunk.endswith(b"\\")
+        parts = chunk.split(b'"')
+        outside = b"".join(parts[int(self._in_string) :: 2])
+        self._in_string ^= len(parts) % 2 == 0
+        if outside:
+            self._count(outside)
+
+    def text(self, text: str) -> None:
+        """Count JSON that a string of the body holds. Raises JsonLimitError."""
+        self._depth, self._in_string, self._after_backslash = 0, False, False
+        self.feed(text.encode(errors="surrogatepass"))
+
+    def _count(self, outside: bytes) -> None:
+        brackets = outside.translate(_STEPS, _OTHER)
+        self._containers += len(brackets)  # each opens or closes: two of them make a container
+        self._members += outside.count(b":")
+        self._elements += outside.count(b",")
+        if max(self._containers // 2, self._members) > MAX_CONTAINERS:
+            raise JsonLimitError(f"it has more than {MAX_CONTAINERS} objects and arrays, or members: send less at once")
+        if self._elements > MAX_ELEMENTS:
+            raise JsonLimitError(f"it has more than {MAX_ELEMENTS} elements: send less at once")
+        depths = list(accumulate((1 if opens else -1 for opens in brackets), initial=self._depth))
+        self._depth = depths[-1]
+        if max(depths) > MAX_DEPTH:
+            raise JsonLimitError(f"it is nested deeper than {MAX_DEPTH} levels: flatten it")
+
+
+def load_json(text: str, *, scan: JsonScan | None = None) -> Any:
+    """Return the value of a JSON text. Raises ValueError, JsonLimitError for a text with too much structure.
+
+    scan: of the body that contains the text; None counts the text alone.
+    """
+    (scan or JsonScan()).text(text)
+    return from_json(text)

@@ -1,0 +1,1 @@
+"""The OpenAI API: request schemas, endpoints, and the generation behind them."""

@@ -1,0 +1,115 @@
+"""POST /v1/completions, /v1/tokenize and /v1/detokenize."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
+from megatron_runtime.server.errors import context_length_error, invalid_value
+from megatron_runtime.server.openai.answer import completion_log_probs
+from megatron_runtime.server.openai.generation import Piece
+from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
+from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
+from megatron_runtime.server.openai.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
+from megatron_runtime.server.openai.service import Service
+
+DEFAULT_MAX_TOKENS = 16
+_TEXTS_AT_ONCE = 1024
+"""Tokens; other requests are served before the next ones become texts."""
+
+
+async def create_completion(service: Service, request: Request) -> Response:
+    """Complete one or several prompts; choices come in the order of the prompts."""
+    body = await service.read(request, CompletionRequest)
+    service.check_model(body.model)
+    service.check_in_flight(tenant=request.state.tenant)
+    max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    if max_tokens == 0 and not body.echo:
+        raise invalid_value("max_tokens", "0 leaves no answer; use at least 1, or echo for the prompt alone")
+    service.check_choices(len(body.prompt) * (body.n or 1))
+    characters = sum(len(item) for item in body.prompt if isinstance(item, str))
+    prompts = await service.while_connected(request, _prompts(service, body, characters), characters=characters)
+    options = Options(
+        max_tokens=max_tokens,
+        log_probs=body.logprobs,
+        prompt_log_probs=bool(body.echo) and body.logprobs is not None,
+        tenant=request.state.tenant,
+    )
+
+    def choice(piece: Piece) -> dict[str, Any]:
+        log_probs = None
+        if body.logprobs is not None:
+            log_probs = completion_log_probs(piece.log_probs, service.prompts.tokenizer)
+        fields = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
+        return {**fields, "token_ids": list(piece.token_ids)} if body.return_token_ids else fields
+
+    return await service.respond(
+        request,
+        service.generation(body, prompts, options),
+        body,
+        id_prefix="cmpl",
+        object_type="text_completion",
+        chunk_type="text_completion",
+        choice=choice,
+        chunks=lambda piece: (choice(piece),),
+    )
+
+
+async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:
+    """characters: of all texts together; they decide where the texts are tokenized."""
+    prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
+    found = []
+    given: Sequence[str | list[int]] = body.prompt
+    for place, item in enumerate(given):
+        param = "prompt" if len(body.prompt) == 1 else f"prompt[{place}]"
+        tokens = await prompts.encode(item, param=param, in_place=in_place) if isinstance(item, str) else item
+        if limit is not None and len(tokens) > limit:
+            raise context_length_error(prompt_length=len(tokens), limit=limit, param=param)
+        if body.add_BOS:
+            tokens = prompts.with_bos(tokens)
+        prompts.check(tokens, param=param)
+        echoed = None
+        if body.echo:
+            echoed = item if isinstance(item, str) else await prompts.decode(item)
+        found.append(Prompt(tokens, param=param, echoed=echoed))
+    return found
+
+
+async def tokenize(service: Service, request: Request) -> Response:
+    """Answer with the token ids of a text or of a conversation, as a prompt of it would have them."""
+    body = await service.read(request, TokenizeRequest)
+    service.check_model(body.model)
+    prompts = service.prompts
+    if body.prompt is not None:
+        characters = len(body.prompt)
+        work = prompts.encode(body.prompt, param="prompt", add_special=body.add_special_tokens is not False)
+    else:
+        messages, variables = body.messages or [], dict(body.chat_template_kwargs or {})
+        if body.add_generation_prompt is not None:
+            variables["add_generation_prompt"] = body.add_generation_prompt
+        characters = sum(len(message.content) for message in messages)
+        work = prompts.encode_chat(messages, tools=body.tools or (), variables=variables)
+    tokens = await service.while_connected(request, work, characters=characters)
+    answer: dict[str, Any] = {"count": len(tokens), "max_model_len": prompts.sequence_limit, "tokens": tokens}
+    if body.return_token_strs:
+        texts: list[str] = []
+        for start in range(0, len(tokens), _TEXTS_AT_ONCE):
+            batch = tokens[start : start + _TEXTS_AT_ONCE]
+            texts += [prompts.tokenizer.token_bytes(token).decode(errors="replace") for token in batch]
+            await asyncio.sleep(0)
+        answer["token_strs"] = texts
+    return Response(to_json(answer), media_type="application/json")
+
+
+async def detokenize(service: Service, request: Request) -> Response:
+    """Answer with the text of token ids, special tokens written out."""
+    body = await service.read(request, DetokenizeRequest)
+    service.check_model(body.model)
+    check_vocabulary(body.tokens, service.prompts.tokenizer, param="tokens")
+    text = await service.prompts.decode(body.tokens, skip_special=False)
+    return Response(to_json({"prompt": text}), media_type="application/json")

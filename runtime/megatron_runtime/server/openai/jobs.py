@@ -1,0 +1,284 @@
+"""From a validated request to the jobs that an engine gets: sampling parameters, structured output, token budgets."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_runtime.client.pending import TOKEN_BYTES
+from megatron_runtime.protocol.messages import pack
+from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.sampling.grammar_limits import MAX_GRAMMAR_BYTES, check_structure
+from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value
+from megatron_runtime.server.guards import load_json
+from megatron_runtime.server.openai.schema import GenerationRequest
+from megatron_runtime.tokenization import Tokenizer
+
+MAX_JOBS = 1024
+MAX_SENT_BYTES = 32 << 20
+"""Of one request, over all its choices: each choice is sent to the coordinator with its prompt and parameters."""
+
+_PASSED_ON = {
+    "repetition_penalty": "repetition_penalty",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "min_tokens": "min_tokens",
+    "stop_words": "stop",
+    "detokenize_stop_sequence": "include_stop_str_in_output",
+    "priority": "priority",
+    "streaming": "stream",
+    "streaming_interval": "streaming_interval",
+}
+"""Request fields by the sampling parameter that has the same value."""
+_FIELD_NAMES = {
+    **_PASSED_ON,
+    "num_tokens_to_generate": "max_tokens",
+    "top_n_logprobs": "logprobs",
+    "return_log_probs": "logprobs",
+}
+"""Request fields by sampling parameter, for errors."""
+_KIND_OF_FIELD = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "json_object": "json_object",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A tokenized prompt.
+
+    param:  the field that it came from, for errors.
+    echoed: its text, if the answer begins with it.
+    """
+
+    tokens: list[int]
+    param: str
+    echoed: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice to generate.
+
+    index:  its place in the answer.
+    end_ids: tokens that may end the answer and are not part of its text.
+    visible: special tokens that the answer shows as text.
+    counts_prompt: whether its prompt enters the usage: the first of the n choices of a prompt does.
+    prefix: text put before the generated text (echo); None for none.
+    prompt_only: what is generated is not part of the answer.
+    tenant: the tenant that it counts against; empty: this server.
+    """
+
+    index: int
+    prompt: list[int]
+    params: SamplingParams
+    end_ids: frozenset[int]
+    visible: frozenset[int] = frozenset()
+    counts_prompt: bool = True
+    prefix: str | None = None
+    prompt_only: bool = False
+    tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What the endpoints derive from their own fields.
+
+    max_tokens:    None means up to the sequence limit; 0 gives the prompt alone.
+    log_probs:     how many of the likeliest tokens to report at each place; None reports no log-probabilities.
+    forced_format: the structured output that tool_choice needs; None means the one that the request asks for.
+    markers:       special tokens that the answer shows as text.
+    tenant:        the tenant that the jobs count against, and whose part of the prefix cache they use.
+    """
+
+    max_tokens: int | None
+    log_probs: int | None
+    prompt_log_probs: bool = False
+    forced_format: dict[str, Any] | None = None
+    markers: tuple[str, ...] = ()
+    tenant: str = ""
+
+
+def jobs_of(
+    request: GenerationRequest,
+    prompts: Sequence[Prompt],
+    options: Options,
+    *,
+    tokenizer: Tokenizer,
+    sequence_limit: int | None,
+    cache_salt: str | None,
+) -> tuple[list[Job], dict[str, str]]:
+    """Return the jobs of a request, n for each prompt, and its fields by sampling parameter, for errors.
+
+    sequence_limit: most tokens of prompt and answer together.
+    cache_salt:     the salt of the prefix cache; that of the request itself is not used.
+    Raises ApiError 400 for a prompt that is too long, and for sampling parameters that are wrong.
+    """
+    choices = request.n or 1
+    own_format = structured_output(request)
+    output, field = (options.forced_format, "tool_choice") if own_format is None else own_format
+    field_names = {**_FIELD_NAMES, "structured_output": field}
+    shared = _sampling_params(
+        request,
+        tokenizer,
+        structured_output=output,
+        cache_salt=cache_salt,
+        return_log_probs=options.log_probs is not None,
+        top_n_logprobs=options.log_probs,
+        skip_prompt_log_probs=not options.prompt_log_probs,
+    )
+    _check_sent_bytes(shared, prompts, choices=choices, format_field=field)
+    end_ids = frozenset((*(() if request.ignore_eos else tokenizer.eos_ids), *(request.stop_token_ids or ())))
+    visible = tokenizer.special_ids & {tokenizer.token_id(marker) for marker in options.markers}
+    jobs = []
+    for place, prompt in enumerate(prompts):
+        budget = _budget(prompt, options.max_tokens, limit=sequence_limit)
+        for choice in range(choices):
+            # The copy shares the lists and maps, which were validated once.
+            params = copy.copy(shared)
+            params.num_tokens_to_generate = budget
+            params.seed = choice_seed(request.seed, choice=choice)
+            jobs.append(
+                Job(
+                    index=place * choices + choice,
+                    prompt=prompt.tokens,
+                    params=params,
+                    end_ids=end_ids,
+                    visible=visible,
+                    counts_prompt=choice == 0,
+                    prefix=prompt.echoed,
+                    prompt_only=options.max_tokens == 0,
+                    tenant=options.tenant,
+                )
+            )
+    return jobs, field_names
+
+
+def structured_output(request: GenerationRequest) -> tuple[dict[str, Any], str] | None:
+    """Return the output format as SamplingParams has it, and the request field that asks for it; None for free text.
+
+    Raises ApiError 400 for a format that no grammar can be made of.
+    """
+    response_format, outputs = request.response_format, request.structured_outputs
+    if response_format is not None and response_format.type != "text":
+        schema = response_format.json_schema.schema_ if response_format.json_schema is not None else None
+        kind = "json_object" if schema is None else "json_schema"
+        return _checked_format(kind, schema, "response_format"), "response_format"
+    if outputs is not None:
+        given = [name for name in type(outputs).model_fields if getattr(outputs, name) not in (None, False)]
+        if len(given) != 1:
+            raise invalid_value("structured_outputs", "give exactly one of json, regex, choice, grammar, json_object")
+        value = getattr(outputs, given[0])
+        return _checked_format(_KIND_OF_FIELD[given[0]], value, "structured_outputs"), "structured_outputs"
+    for name, kind in _KIND_OF_FIELD.items():
+        if (value := getattr(request, name, None)) is not None:
+            return _checked_format(kind, value, name), name
+    return None
+
+
+def _checked_format(kind: str, value: Any, field: str) -> dict[str, Any]:
+    if kind == "json_object":
+        return {"type": kind, "value": None}
+    if kind == "json_schema" and isinstance(value, str):
+        if len(value) > MAX_GRAMMAR_BYTES:
+            raise invalid_value(field, f"use at most {MAX_GRAMMAR_BYTES} bytes: shorten it (it has {len(value)})")
+        try:
+            value = load_json(value)
+        except ValueError as error:
+            raise invalid_value(field, f"the JSON schema is not valid JSON: {error}") from error
+    if kind == "json_schema" and not isinstance(value, dict):
+        if not isinstance(value, bool):
+            raise invalid_value(field, "a JSON schema is an object")
+        if not value:
+            raise invalid_value(field, "the JSON schema 'false' allows no answer: give an object")
+        value = {}
+    try:
+        check_structure({"type": kind, "value": value})
+    except InvalidSamplingParamsError as error:
+        raise invalid_value(field, f"use {error.allowed}") from error
+    return {"type": kind, "value": value}
+
+
+def choice_seed(seed: int | None, *, choice: int) -> int | None:
+    """Return the 64-bit seed of one of n choices: the given one for the first, derived and independent for the rest."""
+    if seed is None:
+        return None
+    seed &= (1 << 64) - 1
+    if choice == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + choice.to_bytes(4, "little"), digest_size=8).digest()
+    return int.from_bytes(digest, "little")
+
+
+def _sampling_params(request: GenerationRequest, tokenizer: Tokenizer, **others: Any) -> SamplingParams:
+    """Return the parameters that all choices share. What the request leaves out has the default of SamplingParams.
+
+    others: sampling parameters that do not follow from the request alone.
+    """
+    temperature = 1.0 if request.temperature is None else request.temperature
+    greedy = temperature == 0
+    eos = () if request.ignore_eos else tokenizer.eos_ids
+    stop_ids = [*eos[1:], *(request.stop_token_ids or ())]
+    biases = {int(token[:20]): float(bias) for token, bias in (request.logit_bias or {}).items()}
+    check_vocabulary(biases, tokenizer, param="logit_bias")
+    check_vocabulary(stop_ids, tokenizer, param="stop_token_ids")
+    chosen: dict[str, Any] = {
+        **{name: getattr(request, field) for name, field in _PASSED_ON.items()},
+        "temperature": temperature,
+        "top_k": 1 if greedy else max(request.top_k or 0, 0),
+        "top_p": 0.0 if greedy else request.top_p or 0.0,
+        "min_p": None if greedy else request.min_p,
+        "logit_bias": biases,
+        "termination_id": eos[0] if eos else IGNORE_EOS,
+        "stop_token_ids": stop_ids,
+        **others,
+    }
+    try:
+        return SamplingParams(**{name: value for name, value in chosen.items() if value not in (None, [], {})})
+    except InvalidSamplingParamsError as error:
+        raise ApiError(
+            400, f"{error}.", param=_FIELD_NAMES.get(error.field, error.field), code="invalid_value"
+        ) from error
+
+
+def check_vocabulary(tokens: Sequence[int] | Mapping[int, Any], tokenizer: Tokenizer, *, param: str) -> None:
+    """Raise ApiError 400 that names the first token id outside the vocabulary."""
+    if tokens and not (min(tokens) >= 0 and max(tokens) < tokenizer.vocab_size):
+        outside = next(token for token in tokens if not 0 <= token < tokenizer.vocab_size)
+        raise invalid_value(param, f"token id {outside} is not in 0..{tokenizer.vocab_size - 1}")
+
+
+def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | None:
+    """Most tokens to generate: at least one, so that an engine has something to do."""
+    wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
+    if limit is None:
+        return wanted
+    room = limit - len(prompt.tokens)
+    if room < 1:
+        raise context_length_error(prompt_length=len(prompt.tokens), limit=limit, param=prompt.param)
+    return room if wanted is None else min(wanted, room)
+
+
+def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, format_field: str) -> None:
+    """Raise ApiError 400 for a small body that would become a large amount of work."""
+    try:
+        each = len(pack(shared.serialize()))
+    except OverflowError as error:
+        raise invalid_value(format_field, "it has a number beyond 64 bits; use a smaller one") from error
+    sent = choices * sum(each + TOKEN_BYTES * len(prompt.tokens) for prompt in prompts)
+    if sent > MAX_SENT_BYTES:
+        message = (
+            f"Prompts and parameters of all choices take {sent} bytes, at most {MAX_SENT_BYTES} are allowed: ask for "
+            "fewer choices or prompts at once."
+        )
+        raise ApiError(400, message, param="n", code="request_too_large")

@@ -1,0 +1,178 @@
+"""Prompts as tokens: tokenization and rendering beside the event loop, with bounds on what runs and what waits.
+
+The work runs in threads of three lanes, first in, first out: rendering of conversations, tokenization of texts up to
+MAX_MEDIUM_BYTES, and of longer ones. So a text of a few kilobytes never waits for megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from enum import Enum
+from functools import partial
+from typing import Any, TypeVar
+
+from megatron_runtime.server.errors import ApiError, context_length_error, invalid_value, try_again
+from megatron_runtime.server.openai.jobs import check_vocabulary
+from megatron_runtime.server.openai.schema import ChatMessage, Tool
+from megatron_runtime.server.tools import without_tool_roles
+from megatron_runtime.tokenization import ChatTemplateError, ChatTemplateUnusableError, Tokenizer
+from megatron_runtime.tokenization.chat_template import RENDERERS
+
+TEXT_TOKENIZED_IN_PLACE = 4096
+"""Characters; longer texts are tokenized in a thread of `TextWork`, while the event loop serves other requests."""
+MAX_MEDIUM_BYTES = 64 * 1024
+"""A text of this length is tokenized in about 50 ms."""
+MAX_HELD_BYTES = 64 * 1024 * 1024
+"""Text that is being tokenized or rendered, or waits for it, in a server process; beyond that 503."""
+MAX_WAIT_SECONDS = 30.0
+"""A request that has not been tokenized by then is answered with 503."""
+_DECODED_AT_ONCE = 256
+"""Tokens; other requests are served before the next ones are decoded."""
+
+_T = TypeVar("_T")
+
+
+class Lane(Enum):
+    """Value: how many run at once."""
+
+    RENDER = RENDERERS
+    MEDIUM = 3
+    LONG = 1
+
+
+class TextWork:
+    """The lanes of one server process. Used on the event loop.
+
+    max_held_bytes, max_wait_seconds: see MAX_HELD_BYTES and MAX_WAIT_SECONDS.
+    """
+
+    def __init__(self, *, max_held_bytes: int = MAX_HELD_BYTES, max_wait_seconds: float = MAX_WAIT_SECONDS) -> None:
+        self._max_held_bytes = max_held_bytes
+        self._max_wait_seconds = max_wait_seconds
+        self._lock = threading.Lock()
+        self._held_bytes = 0
+        self._threads = {lane: ThreadPoolExecutor(lane.value, f"text-{lane.name.lower()}") for lane in Lane}
+
+    @property
+    def held_bytes(self) -> int:
+        return self._held_bytes
+
+    async def run(self, lane: Lane, size: int, work: Callable[[], _T]) -> _T:
+        """Return the result of `work`, called in a thread of `lane`. A caller that leaves removes work that waits.
+
+        size: bytes of text that it holds.
+        Raises ApiError 503 when too much is held already, or the wait was too long, and what `work` raises.
+        """
+        with self._lock:
+            if self._held_bytes and self._held_bytes + size > self._max_held_bytes:
+                message = f"This server has {self._max_held_bytes} bytes of text to tokenize already: try again."
+                raise try_again(503, message, code="too_much_text")
+            self._held_bytes += size
+        future = self._threads[lane].submit(work)
+        future.add_done_callback(lambda _: self._release(size))
+        try:
+            async with asyncio.timeout(self._max_wait_seconds):
+                return await asyncio.wrap_future(future)
+        except TimeoutError as error:
+            message = f"The text was not tokenized within {self._max_wait_seconds:g} s: try again, or shorten it."
+            raise try_again(503, message, code="too_much_text") from error
+
+    def close(self) -> None:
+        for threads in self._threads.values():
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    def _release(self, size: int) -> None:
+        with self._lock:
+            self._held_bytes -= size
+
+
+class Prompts:
+    """Turns the texts and conversations of requests into tokens, and tokens into text.
+
+    max_sequence_length: most tokens of prompt and answer together; None means what the model was made for.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, max_sequence_length: int | None) -> None:
+        self.tokenizer = tokenizer
+        limits = [limit for limit in (max_sequence_length, tokenizer.context_length) if limit is not None]
+        self.sequence_limit = min(limits, default=None)
+        self._work = TextWork()
+
+    async def encode(
+        self, text: str, *, param: str, add_special: bool = True, in_place: bool | None = None
+    ) -> list[int]:
+        """Return the tokens of a text.
+
+        param:    the field that it came from, for errors.
+        in_place: on the event loop; None means for a short text.
+        Raises ApiError 400 for a text that cannot be tokenized, or that is longer than the sequence limit whatever its
+        tokens are, and 503 if too much text waits to be tokenized.
+        """
+        encode = partial(self._encode, text, param=param, add_special=add_special)
+        if len(text) <= TEXT_TOKENIZED_IN_PLACE if in_place is None else in_place:
+            return encode()
+        size = _bytes_at_most(text)
+        return await self._work.run(Lane.MEDIUM if size <= MAX_MEDIUM_BYTES else Lane.LONG, size, encode)
+
+    async def encode_chat(
+        self, messages: Sequence[ChatMessage], *, tools: Sequence[Tool] = (), variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """Return the tokens of a conversation, with the tools described in it.
+
+        Raises ApiError 400, and what encode() raises; 500 for a chat template that renders no conversation.
+        """
+        rendered = [message.for_template() for message in messages]
+        described = [tool.for_template() for tool in tools] or None
+        template = self.tokenizer.chat_template
+        if template is not None and not template.reads_tools:
+            rendered, described = without_tool_roles(rendered, described), None
+        render = partial(self.tokenizer.render_chat, rendered, tools=described, variables=variables)
+        size = sum(_bytes_at_most(message["content"]) for message in rendered)
+        try:
+            text = await self._work.run(Lane.RENDER, size, render)
+        except ChatTemplateUnusableError as error:
+            raise ApiError(500, f"{error}.", code="chat_template_unusable") from error
+        except ChatTemplateError as error:
+            raise ApiError(400, f"{error}.", param=error.variable or "messages", code="invalid_value") from error
+        return await self.encode(text, param="messages", add_special=False)
+
+    async def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """Return the text of tokens, however many there are, between other requests."""
+        detokenizer = self.tokenizer.detokenizer(skip_special=skip_special)
+        parts = []
+        for start in range(0, len(tokens), _DECODED_AT_ONCE):
+            parts.append(detokenizer.feed(tokens[start : start + _DECODED_AT_ONCE]))
+            await asyncio.sleep(0)
+        return "".join([*parts, detokenizer.finish()])
+
+    def with_bos(self, tokens: list[int]) -> list[int]:
+        """Return the tokens after the model's begin-of-sequence token, unless they begin with it or there is none."""
+        first = self.tokenizer.bos_id
+        return tokens if first is None or tokens[:1] == [first] else [first, *tokens]
+
+    def check(self, tokens: Sequence[int], *, param: str) -> None:
+        """Raise ApiError 400 for a prompt that is empty or outside the vocabulary."""
+        if not tokens:
+            raise invalid_value(param, "it has no tokens")
+        check_vocabulary(tokens, self.tokenizer, param=param)
+
+    def close(self) -> None:
+        self._work.close()
+
+    def _encode(self, text: str, *, param: str, add_special: bool) -> list[int]:
+        limit = self.sequence_limit
+        if limit is not None and len(text) > TEXT_TOKENIZED_IN_PLACE:
+            fewest = self.tokenizer.bound.fewest_tokens(text)
+            if fewest > limit:
+                raise context_length_error(prompt_length=fewest, limit=limit, param=param, is_bound=True)
+        try:
+            return self.tokenizer.encode(text, add_special=add_special)
+        except ValueError as error:
+            raise invalid_value(param, str(error)) from error
+
+
+def _bytes_at_most(text: str) -> int:
+    return len(text) if text.isascii() else 4 * len(text)

@@ -1,0 +1,485 @@
+"""Request bodies as the OpenAI API defines them, with what this server adds and what it does not offer.
+
+A field that would change the answer and is not offered is rejected by name. A field that only annotates is accepted.
+Every list and map has a maximum length, and validation stops at its first wrong element.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictBool,
+    StrictFloat,
+    StrictInt,
+    StrictStr,
+    ValidationInfo,
+    field_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from megatron_runtime.sampling.grammar_limits import MAX_ALTERNATIVES
+from megatron_runtime.server.guards import JsonLimitError, JsonScan, load_json
+
+MAX_NAME_CHARACTERS = 256
+MAX_TOKEN_IDS = 1 << 20
+MAX_STOP_TOKEN_IDS = 1024
+MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_BIASES = 1024
+MAX_CHOICES = 128
+MAX_PROMPTS = 1024
+MAX_TOP_LOGPROBS = 20
+MAX_MESSAGES = 4096
+MAX_CALLS = 128
+MAX_TOOLS = 128
+MAX_TOOL_BYTES = 256 * 1024
+MAX_TEMPLATE_VARIABLES = 64
+MAX_SCHEMA_KEYS = 4096
+
+FREE_JSON = "bounded by JsonScan"
+"""Marks JSON of any shape: JsonScan bounds its depth and size before the body is parsed."""
+
+Name = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+NonEmpty = Annotated[StrictStr, Field(min_length=1)]
+Number = StrictInt | StrictFloat
+Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
+Probability = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+TokenId = Annotated[StrictInt, Field(ge=0)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+PromptIds = Annotated[list[int], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+"""Ids of any sign: the check against the vocabulary names those that are out of range."""
+JsonValue = Annotated[Any, FREE_JSON]
+JsonObject = Annotated[dict[str, JsonValue], Field(max_length=MAX_SCHEMA_KEYS)]
+JsonSchema = JsonObject | StrictBool
+TemplateVariables = Annotated[dict[str, JsonValue], Field(max_length=MAX_TEMPLATE_VARIABLES)]
+GuidedChoice = Annotated[list[NonEmpty], Field(min_length=1, max_length=MAX_ALTERNATIVES, fail_fast=True)]
+Discarded = Annotated[Any, BeforeValidator(lambda _: None)]
+"""A field that is accepted without effect: its value is dropped, whatever it is."""
+
+
+def only(*neutral: Any) -> BeforeValidator:
+    """Return a validator for a field that is not offered: only null and `neutral`, which ask for nothing, pass."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value is None or any(
+            value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
+        ):
+            return value
+        remedy = " or use " + " or ".join(map(repr, neutral)) if neutral else ""
+        raise ValueError(f"{info.field_name} is not offered by this server: leave it out{remedy}")
+
+    return BeforeValidator(check)
+
+
+class Body(BaseModel):
+    """An object of a request: an unknown key is an error."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class StreamOptions(Body):
+    include_usage: StrictBool = False
+    include_obfuscation: StrictBool | None = None
+
+
+class JsonSchemaFormat(Body):
+    """The `json_schema` of a response format. `strict` changes nothing: the format is always enforced."""
+
+    name: Annotated[StrictStr, Field(min_length=1, max_length=256)]
+    description: str | None = None
+    schema_: JsonObject | None = Field(default=None, alias="schema")
+    strict: StrictBool | None = None
+
+
+class ResponseFormat(Body):
+    """OpenAI's `response_format`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Annotated[JsonSchemaFormat | None, Field(validate_default=True)] = None
+
+    @field_validator("json_schema")
+    @classmethod
+    def _belongs_to_its_type(cls, value: JsonSchemaFormat | None, info: ValidationInfo) -> JsonSchemaFormat | None:
+        kind = info.data.get("type")
+        if kind == "json_schema" and value is None:
+            raise ValueError("type 'json_schema' needs a json_schema object with name and schema")
+        if kind in ("text", "json_object") and value is not None:
+            raise ValueError(f"type {kind!r} takes no json_schema: leave it out or use type 'json_schema'")
+        return value
+
+
+class StructuredOutputs(Body):
+    """The same formats under one field. Exactly one is given."""
+
+    json_: Annotated[JsonSchema | StrictStr | None, Field(alias="json")] = None
+    regex: NonEmpty | None = None
+    choice: GuidedChoice | None = None
+    grammar: NonEmpty | None = None
+    json_object: StrictBool | None = None
+
+
+class GenerationRequest(Body):
+    """The fields of completions and chat completions. A validator sees the fields above its own."""
+
+    model: Name
+    max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)] | None = None
+    top_p: Probability | None = None
+    n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: StrictBool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
+    seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
+    presence_penalty: Penalty | None = None
+    frequency_penalty: Penalty | None = None
+    logit_bias: Annotated[dict[str, Number], Field(max_length=MAX_BIASES)] | None = None
+
+    # Beyond OpenAI, under the names that other servers use.
+    top_k: Annotated[StrictInt, Field(ge=-1, lt=1 << 31)] | None = None
+    min_p: Probability | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=100, allow_inf_nan=False)] | None = None
+    min_tokens: Annotated[StrictInt, Field(ge=0, lt=1 << 31)] | None = None
+    ignore_eos: StrictBool | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] | None = None
+    include_stop_str_in_output: StrictBool | None = None
+    streaming_interval: Annotated[StrictInt, Field(ge=1, lt=1 << 31)] | None = None
+    return_token_ids: StrictBool | None = None
+    add_BOS: StrictBool | None = None
+    skip_prompt_log_probs: StrictBool | None = None
+    priority: Annotated[StrictInt, Field(ge=-(1 << 31), lt=1 << 31)] | None = None
+    cache_salt: Annotated[StrictStr, Field(min_length=1, max_length=1024)] | None = None
+
+    # At most one of these.
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonObject | StrictBool | StrictStr | None = None
+    guided_regex: NonEmpty | None = None
+    guided_choice: GuidedChoice | None = None
+    guided_grammar: NonEmpty | None = None
+
+    # Annotations: accepted, without effect on the answer.
+    user: Discarded = None
+    metadata: Discarded = None
+    store: Discarded = None
+    service_tier: Discarded = None
+    safety_identifier: Discarded = None
+    prompt_cache_key: Discarded = None
+    prompt_cache_retention: Discarded = None
+    prompt_cache_options: Discarded = None
+
+    @field_validator("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar")
+    @classmethod
+    def _is_the_only_format(cls, value: Any, info: ValidationInfo) -> Any:
+        for other in ("response_format", "structured_outputs", "guided_json", "guided_regex", "guided_choice"):
+            given = info.data.get(other)
+            if value is None or given is None or (isinstance(given, ResponseFormat) and given.type == "text"):
+                continue
+            raise ValueError(f"cannot be combined with {other}: give one of them")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _stop_strings(cls, value: Any) -> list[str]:
+        strings = [] if value is None else [value] if isinstance(value, str) else value
+        if isinstance(strings, list) and len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, {len(strings)} were given")
+        if not isinstance(strings, list) or not all(isinstance(item, str) for item in strings):
+            raise ValueError("expected a string or a list of strings")
+        if any(not 0 < len(item) <= MAX_STOP_CHARACTERS for item in strings):
+            raise ValueError(f"each string needs 1 to {MAX_STOP_CHARACTERS} characters")
+        return strings
+
+    @field_validator("stream_options")
+    @classmethod
+    def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
+        if value is not None and not info.data.get("stream"):
+            raise ValueError("stream_options is allowed only with stream: true")
+        return value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _biases(cls, value: dict[str, float] | None) -> dict[str, float] | None:
+        for token, bias in (value or {}).items():
+            if not token.isascii() or not token.isdecimal():
+                raise ValueError(f"keys are token ids as decimal strings, not {token[:40]!r}")
+            if not -100 <= bias <= 100:
+                raise ValueError(f"the bias of token {token[:40]} is {bias}: use a number from -100 to 100")
+        return value
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions. max_tokens may be 0 with echo: the prompt alone, for its log-probabilities."""
+
+    max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
+    prompt: (
+        Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[PromptIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
+    echo: StrictBool | None = None
+    logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    best_of: Annotated[Any, FREE_JSON, only(1)] = None
+    suffix: Annotated[Any, FREE_JSON, only("")] = None
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _as_list(cls, value: Any) -> Any:
+        """One prompt or several, as text or as token ids: always a list of prompts afterwards."""
+        prompts = [value] if isinstance(value, str) or _is_token_ids(value) else value
+        if not isinstance(prompts, list) or not prompts or len(prompts) > MAX_PROMPTS:
+            raise ValueError(f"expected a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} of either")
+        if all(isinstance(item, str) for item in prompts) or all(_is_token_ids(item) for item in prompts):
+            return prompts
+        raise ValueError("expected all prompts to be strings, or all to be non-empty lists of token ids")
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and set(map(type, value)) == {int}
+
+
+class Function(Body):
+    """One function. `strict` is accepted: arguments follow the schema whenever the call itself is forced."""
+
+    name: Annotated[StrictStr, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_.-]{0,63}$")]
+    description: str | None = None
+    parameters: JsonObject | None = None
+    strict: StrictBool | None = None
+
+    @field_validator("parameters")
+    @classmethod
+    def _bounded(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        size = len(json.dumps(value))
+        if size > MAX_TOOL_BYTES:
+            raise ValueError(f"the schema has {size} bytes: at most {MAX_TOOL_BYTES} are allowed")
+        return value
+
+
+class Tool(Body):
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+Tools = Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class NamedFunction(Body):
+    name: Name
+
+
+class NamedTool(Body):
+    """`tool_choice` that names the one function to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class CalledFunction(BaseModel):
+    """A call as a conversation carries it."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    name: Name
+    arguments: str
+
+    @field_validator("arguments")
+    @classmethod
+    def _json_object(cls, value: str, info: ValidationInfo) -> str:
+        scan = info.context if isinstance(info.context, JsonScan) else None
+        try:
+            is_object = isinstance(load_json(value or "{}", scan=scan), dict)
+        except JsonLimitError:
+            raise
+        except ValueError:
+            is_object = False
+        if not is_object:
+            raise ValueError("expected a JSON object as a string")
+        return value
+
+
+class ToolCall(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    id: Name
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates write arguments out themselves, so they get them as an object."""
+        arguments = load_json(self.function.arguments or "{}")
+        return {"id": self.id, "type": self.type, "function": {"name": self.function.name, "arguments": arguments}}
+
+
+_ABSENT = object()
+
+
+class ChatMessage(Body):
+    """One message of a conversation. Fields that SDKs echo back from an answer (`refusal`, …) are dropped."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    name: Name | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
+    content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
+    function_call: Annotated[Any, FREE_JSON, only()] = None
+    audio: Annotated[Any, FREE_JSON, only()] = None
+    prompt_token_ids: TokenIds | None = None
+    generation_token_ids: TokenIds | None = None
+
+    generation_log_probs: Discarded = None
+    raw_text: Discarded = None
+    refusal: Discarded = None
+    annotations: Discarded = None
+    reasoning: Discarded = None
+    reasoning_content: Discarded = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _text(cls, value: Any, info: ValidationInfo) -> str:
+        if isinstance(value, str):
+            return value
+        if (value is _ABSENT or value is None) and info.data.get("tool_calls"):
+            return ""
+        if value is _ABSENT:
+            raise PydanticCustomError("missing", "Field required")
+        if isinstance(value, list) and value:
+            return "\n".join(_text_of_part(part) for part in value)
+        raise ValueError("expected a string or a non-empty list of text parts")
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _is_of_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get("role") != "assistant":
+            raise ValueError("only messages of role 'assistant' have tool_calls: leave it out")
+        return value
+
+    @field_validator("tool_call_id")
+    @classmethod
+    def _answers_a_call(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if value is None and info.data.get("role") == "tool":
+            raise PydanticCustomError("missing", "Field required")
+        if value is not None and info.data.get("role") != "tool":
+            raise ValueError("only messages of role 'tool' have a tool_call_id: leave it out")
+        return value
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it; `developer` is the newer name of `system`."""
+        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": self.content}
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
+
+
+def _text_of_part(part: Any) -> str:
+    kind = part.get("type") if isinstance(part, dict) else None
+    text = part.get(kind) if kind in ("text", "refusal") else None
+    if not isinstance(text, str):
+        raise ValueError(f"this model reads text only: every content part needs type 'text' and a text, not {kind!r}")
+    return text
+
+
+class ChatRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    prevent_retokenization: StrictBool | None = None
+    return_tokenized_data: StrictBool | None = None
+    return_raw_text: StrictBool | None = None
+    logprobs: StrictBool | None = None
+    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: StrictBool | None = None
+
+    functions: Annotated[Any, FREE_JSON, only([])] = None
+    function_call: Annotated[Any, FREE_JSON, only("none", "auto")] = None
+    modalities: Annotated[Any, FREE_JSON, only(["text"])] = None
+    audio: Annotated[Any, FREE_JSON, only()] = None
+    prediction: Annotated[Any, FREE_JSON, only()] = None
+    web_search_options: Annotated[Any, FREE_JSON, only()] = None
+    reasoning_effort: Annotated[Any, FREE_JSON, only()] = None
+    verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
+    moderation: Annotated[Any, FREE_JSON, only()] = None
+
+    @field_validator("top_logprobs")
+    @classmethod
+    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
+        if value and not info.data.get("logprobs"):
+            raise ValueError("top_logprobs is allowed only with logprobs: true")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _names_differ(cls, value: list[Tool] | None) -> list[Tool] | None:
+        names = [tool.function.name for tool in value or ()]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            raise ValueError(f"there are several functions named {repeated!r}: give each its own name")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _chooses_a_tool(cls, value: str | NamedTool | None, info: ValidationInfo) -> str | NamedTool | None:
+        names = [tool.function.name for tool in info.data.get("tools") or ()]
+        if value in (None, "none", "auto") or "tools" not in info.data:
+            return value
+        if not names:
+            raise ValueError("it forces a call, and there are no tools: give tools, or leave it out")
+        if isinstance(value, NamedTool) and value.function.name not in names:
+            raise ValueError(f"there is no function {value.function.name!r} among the tools: {', '.join(names)}")
+        return value
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """The tools that the model may call."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+
+class TokenizeRequest(Body):
+    """POST /v1/tokenize: either `prompt`, or `messages` with what belongs to them.
+
+    add_special_tokens: put what the model expects before a prompt, such as its begin-of-sequence token.
+    return_token_strs:  answer with the text of each token too.
+    """
+
+    model: Name | None = None
+    prompt: str | None = None
+    messages: Annotated[
+        list[ChatMessage] | None, Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True, validate_default=True)
+    ] = None
+    tools: Tools | None = None
+    chat_template_kwargs: TemplateVariables | None = None
+    add_special_tokens: StrictBool | None = None
+    add_generation_prompt: StrictBool | None = None
+    return_token_strs: StrictBool | None = None
+
+    @field_validator("messages")
+    @classmethod
+    def _one_of_two(cls, value: Any, info: ValidationInfo) -> Any:
+        if "prompt" in info.data and (value is None) == (info.data["prompt"] is None):
+            raise ValueError("give either prompt or messages")
+        return value
+
+
+class DetokenizeRequest(Body):
+    """POST /v1/detokenize."""
+
+    model: Name | None = None
+    tokens: TokenIds

@@ -1,0 +1,139 @@
+"""Server-sent events, and work that ends when the client disconnects or the server shuts down."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from contextlib import aclosing
+from typing import Any, TypeVar
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from megatron_runtime.server.errors import ApiError, try_again
+
+logger = logging.getLogger(__name__)
+
+KEEP_ALIVE = b": keep-alive\n\n"
+DONE = b"data: [DONE]\n\n"
+
+_T = TypeVar("_T")
+
+
+class ClientDisconnectedError(Exception):
+    """The client closed its connection before the answer was ready."""
+
+
+async def until_disconnect(request: Request, work: Awaitable[_T], *, expired: asyncio.Event) -> _T:
+    """Await `work`; cancel it when the client disconnects or the drain time ends.
+
+    Raises ClientDisconnectedError when the client left, ApiError 503 when `expired` was set.
+    """
+    task = asyncio.ensure_future(work)
+    left = asyncio.create_task(_disconnected(request.receive))
+    over = asyncio.create_task(expired.wait())
+    try:
+        await asyncio.wait({task, left, over}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientDisconnectedError if left.done() else _shutdown_error()
+    finally:
+        await cancel(task, left, over)
+
+
+class EventStream(Response):
+    """A stream of server-sent events.
+
+    Nothing is sent before the first event, so a rejected request gets a proper status. A stream that is silent for
+    `keep_alive_seconds` gets a comment. An ApiError after the first byte becomes an error event, and no DONE follows:
+    the answer is not complete. When the client disconnects, `events` is closed at once; when `expired` is set, the
+    stream ends with an error.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(
+        self, events: AsyncGenerator[dict[str, Any]], *, keep_alive_seconds: float, expired: asyncio.Event
+    ) -> None:
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events = events
+        self._keep_alive_seconds = keep_alive_seconds
+        self._expired = expired
+        self._is_started = False
+        self._last_sent = time.monotonic()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        sending = asyncio.create_task(self._send_events(send))
+        left = asyncio.create_task(_disconnected(receive))
+        over = asyncio.create_task(self._expired.wait())
+        alive = asyncio.create_task(self._keep_alive(send))
+        try:
+            await asyncio.wait({sending, left, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await cancel(sending, left, over, alive)
+        if sending.cancelled():
+            if not left.done() or left.cancelled():
+                await self._fail(_shutdown_error(), scope, receive, send)
+            return
+        error = sending.exception()
+        if error is None:
+            await self._write(send, DONE, is_last=True)
+        elif isinstance(error, ApiError):
+            await self._fail(error, scope, receive, send)
+        elif self._is_started:
+            logger.error("a stream failed after it had begun", exc_info=error)
+            failure = ApiError(500, "The server failed while it generated the answer.", code="internal_error")
+            await self._fail(failure, scope, receive, send)
+        else:
+            raise error
+
+    async def _send_events(self, send: Send) -> None:
+        async with aclosing(self._events) as events:
+            async for event in events:
+                await self._write(send, _encoded(event))
+
+    async def _fail(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        if self._is_started:
+            await self._write(send, _encoded(error.body()), is_last=True)
+        else:
+            await error.response()(scope, receive, send)
+
+    async def _keep_alive(self, send: Send) -> None:
+        while True:
+            silent = time.monotonic() - self._last_sent
+            if silent >= self._keep_alive_seconds:
+                await self._write(send, KEEP_ALIVE)
+                silent = 0.0
+            await asyncio.sleep(self._keep_alive_seconds - silent)
+
+    async def _write(self, send: Send, body: bytes, *, is_last: bool = False) -> None:
+        self._last_sent = time.monotonic()
+        if not self._is_started:
+            self._is_started = True
+            await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": body, "more_body": not is_last})
+
+
+async def cancel(*tasks: asyncio.Future[Any]) -> None:
+    """Cancel tasks and wait until they have ended."""
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _encoded(event: dict[str, Any]) -> bytes:
+    return b"data: " + to_json(event) + b"\n\n"
+
+
+def _shutdown_error() -> ApiError:
+    return try_again(503, "The server is shutting down: try again.", code="shutting_down")

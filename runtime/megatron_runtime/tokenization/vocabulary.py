@@ -1,0 +1,219 @@
+"""Vocabularies of the compiled `tokenizers` library: containment, byte alphabet, and a lower bound of token counts.
+
+Every byte of a text is part of some token. A token of n bytes has n of them, so each byte accounts for at least 1/n of
+a token, n being the length of the longest token with this byte in it. The sum over a text's bytes is a lower bound, so
+a text that cannot fit a model is rejected before it is tokenized. The bound takes milliseconds for megabytes; the
+tokenizer takes seconds, and up to 300 bytes of memory for each byte of text.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+import numpy as np
+import tokenizers
+
+WORD_START = "\N{LOWER ONE EIGHTH BLOCK}"
+"""What SentencePiece vocabularies write for a space."""
+
+UNKNOWN_BYTES_PER_TOKEN = 256
+"""For vocabularies that allow no proof: their normalizer drops text, or their model makes one token of a run of unknown
+text. Real text has 3 to 6 bytes in a token."""
+
+_COMPOSITION_SHRINK = 8
+"""The Unicode normal forms make a text at most 4 times shorter in UTF-8; twice that, to be safe."""
+
+_Form: TypeAlias = Literal["NFC", "NFD", "NFKC", "NFKD"]
+_FORMS: frozenset[str] = frozenset(get_args(_Form))
+_KEEPING_PRE_TOKENIZERS = frozenset({"ByteLevel", "Digits", "Metaspace", "Split", "Sequence"})
+_SPACES = frozenset(b"\t\n\v\f\r\x1c\x1d\x1e\x1f ")
+_CHUNK = 1 << 16
+
+
+class TokenizerLibraryError(ValueError):
+    """The library failed, or the tokenizer exceeds a limit."""
+
+
+@contextmanager
+def contained(action: str) -> Iterator[None]:
+    """Raise TokenizerLibraryError for every error of the library. Its panics are no Exception in Python.
+
+    action: begins the message, such as "the text cannot be tokenized".
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise TokenizerLibraryError(f"{action}: {error}") from error
+
+
+def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
+    """Load a tokenizer.json without its padding and truncation. Raises what the library raises.
+
+    content: of a file that is known to be harmless; see tokenizer_trial.py.
+    """
+    backend = tokenizers.Tokenizer.from_buffer(content)
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
+
+
+def _alphabet() -> dict[str, int]:
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+BYTE_OF_CHARACTER = _alphabet()
+"""The alphabet of byte-level BPE: each byte has a printable character (GPT-2, Radford et al. 2019)."""
+
+
+def piece_to_bytes(piece: str) -> bytes:
+    """Return the bytes of an entry of a byte-level vocabulary; one outside the alphabet stands for its own UTF-8."""
+    try:
+        return bytes(BYTE_OF_CHARACTER[character] for character in piece)
+    except KeyError:
+        return piece.encode()
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBound:
+    """A lower bound of the number of tokens of a text.
+
+    weights:  of each byte value, the least part of a token that it accounts for; shape [256]. Bytes that the vocabulary
+              may leave out have none.
+    forms:    Unicode normal forms that the tokenizer puts text into first.
+    longest:  length of the longest token, in bytes; or more.
+    """
+
+    weights: np.ndarray[Any, np.dtype[np.float64]]
+    forms: tuple[_Form, ...]
+    longest: int
+
+    @classmethod
+    def of(cls, backend: tokenizers.Tokenizer) -> TokenBound:
+        vocabulary: dict[str, int] = backend.get_vocab(with_added_tokens=False)
+        added = list(backend.get_added_tokens_decoder().values())
+        longest = max((len(piece.encode()) for piece in (*vocabulary, *(token.content for token in added))), default=1)
+        normalizers = list(_parts(backend.normalizer, "normalizers"))
+        pre_tokenizers = list(_parts(backend.pre_tokenizer, "pretokenizers"))
+        if not (_keep_all_text(normalizers, pre_tokenizers) and _is_of_pieces(backend.model)):
+            return cls(np.full(256, 1 / max(longest, UNKNOWN_BYTES_PER_TOKEN)), (), longest)
+        forms: tuple[_Form, ...] = tuple(part["type"] for part in normalizers if part["type"] in _FORMS)
+        is_byte_level = any(part["type"] == "ByteLevel" for part in pre_tokenizers)
+        sizes = _sizes_of_byte_level(vocabulary) if is_byte_level else _sizes(map(_marked, vocabulary))
+        for token in added:
+            for written in {token.content, *(unicodedata.normalize(form, token.content) for form in forms)}:
+                size = len(_marked(written))
+                for byte in {*written.encode(), *_marked(written)}:
+                    sizes[byte] = max(sizes[byte], size)
+        sizes[ord(" ")] = max(sizes[ord(" ")], *(sizes[byte] for byte in WORD_START.encode()))
+        kept = _kept_bytes(backend.model, vocabulary, is_byte_level=is_byte_level)
+        if any(token.lstrip or token.rstrip for token in added):
+            kept -= _SPACES | frozenset(range(128, 256))  # such a token includes the white space beside it
+        weights = np.array([1 / sizes[byte] if byte in kept else 0.0 for byte in range(256)])
+        return cls(weights, forms, longest)
+
+    def fewest_tokens(self, text: str) -> int:
+        """Return a number of tokens that `text` has at least. Text that is not valid Unicode counts as none."""
+        try:
+            data = np.frombuffer(text.encode(), np.uint8)
+        except UnicodeError:
+            return 0
+        counts = np.zeros(256)
+        for start in range(0, len(data), _CHUNK):
+            counts += np.bincount(data[start : start + _CHUNK], minlength=256)
+        if text.isascii() or all(unicodedata.is_normalized(form, text) for form in self.forms):
+            return math.ceil(float(counts @ self.weights) - 1e-6)
+        if not self.weights.all():
+            return 0
+        return math.ceil(len(data) / (_COMPOSITION_SHRINK * self.longest) - 1e-6)
+
+
+def _parts(part: Any, key: str) -> Iterator[dict[str, Any]]:
+    """The steps of a normalizer or pre-tokenizer, as tokenizer.json has them."""
+    if part is None:
+        return
+    pending = [json.loads(part.__getstate__())]
+    while pending:
+        step = pending.pop()
+        if step["type"] == "Sequence":
+            pending += step[key]
+        else:
+            yield step
+
+
+def _keep_all_text(normalizers: Sequence[dict[str, Any]], pre_tokenizers: Sequence[dict[str, Any]]) -> bool:
+    """Whether every character of a text reaches the model, as it is, in a normal form, or as the mark of a space."""
+    marks_spaces = False
+    for part in normalizers:
+        match part:
+            case {"type": "Replace", "pattern": {"String": " "}, "content": str(mark)} if mark == WORD_START:
+                marks_spaces = True
+            case {"type": "Prepend", "prepend": str(mark)} if mark == WORD_START:
+                marks_spaces = True
+            case {"type": str(form)} if form in _FORMS:
+                pass
+            case _:
+                return False
+    return all(
+        part["type"] in _KEEPING_PRE_TOKENIZERS
+        and part.get("behavior") != "Removed"
+        and part.get("replacement", WORD_START) == WORD_START
+        and not (marks_spaces and part["type"] == "ByteLevel")
+        for part in pre_tokenizers
+    )
+
+
+def _is_of_pieces(model: Any) -> bool:
+    """Whether the vocabulary has pieces of text as they are, none of them marked as the end or inside of a word."""
+    marks = (getattr(model, name, None) for name in ("continuing_subword_prefix", "end_of_word_suffix"))
+    return type(model).__name__ == "BPE" and not any(marks)
+
+
+def _marked(piece: str) -> bytes:
+    return piece.replace(" ", WORD_START).encode()
+
+
+def _sizes_of_byte_level(vocabulary: Iterable[str]) -> list[int]:
+    """Of each byte value, the length of the longest token with it, in bytes."""
+    sizes = [1] * 256
+    for character, size in _sizes_with(vocabulary).items():
+        # One outside the alphabet stands for its own UTF-8.
+        for byte in piece_to_bytes(character):
+            sizes[byte] = max(sizes[byte], size if character in BYTE_OF_CHARACTER else 4 * size)
+    return sizes
+
+
+def _sizes(pieces: Iterable[bytes]) -> list[int]:
+    found = _sizes_with(pieces)
+    return [found.get(byte, 1) for byte in range(256)]
+
+
+def _sizes_with(pieces: Iterable[Any]) -> dict[Any, int]:
+    """Of each element, the length of the longest piece that has it."""
+    sizes: dict[Any, int] = {}
+    known: set[Any] = set()
+    for piece in sorted(pieces, key=len, reverse=True):
+        if not known.issuperset(piece):
+            fresh = set(piece) - known
+            known |= fresh
+            sizes.update(dict.fromkeys(fresh, len(piece)))
+    return sizes
+
+
+def _kept_bytes(model: Any, vocabulary: Mapping[str, int], *, is_byte_level: bool) -> set[int]:
+    """Byte values that always become part of a token; a model may drop others, or join runs of them to one token."""
+    if is_byte_level:
+        return {byte for character, byte in BYTE_OF_CHARACTER.items() if character in vocabulary}
+    if getattr(model, "byte_fallback", False) and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
+        return set(range(256))
+    kept = {byte for byte in range(128) if chr(byte) in vocabulary} - {ord(" ")}
+    return kept | {ord(" ")} if WORD_START in vocabulary else kept

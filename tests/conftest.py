@@ -1,0 +1,24 @@
+"""For all tests: timeouts are scaled to this machine's speed."""
+
+from __future__ import annotations
+
+import pytest
+from machine import SCALE
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Scale the timeout of each test, which pyproject.toml gives for an idle two-core machine."""
+    if config.getoption("timeout", None) is None:
+        config.option.timeout = float(config.getini("timeout")) * SCALE
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        marker = item.get_closest_marker("timeout")
+        if marker is not None:
+            item.add_marker(pytest.mark.timeout(marker.args[0] * SCALE), append=False)
+
+
+def pytest_report_header() -> str:
+    return f"timeouts are scaled by {SCALE:g} (MEGATRON_TIME_SCALE)"

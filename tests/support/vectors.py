@@ -1,0 +1,151 @@
+"""Test vectors: one example of every message with its exact bytes.
+
+`PYTHONPATH=tests/support .venv/bin/python -m vectors` prints the table at the end of docs/protocol.md.
+"""
+
+from __future__ import annotations
+
+from megatron_runtime.protocol.headers import ErrorCode, Header, Role
+from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.messages import (
+    Abort,
+    Control,
+    ControlAck,
+    ControlCommit,
+    ControlMessage,
+    Disconnect,
+    Dispatch,
+    EngineOutcome,
+    EngineStatus,
+    Error,
+    EvictedBlocks,
+    Final,
+    Frames,
+    Heartbeat,
+    Hello,
+    HelloAck,
+    Operation,
+    Partial,
+    PartialEntry,
+    RequestMeta,
+    Status,
+    StatusReply,
+    Submit,
+    pack,
+    tokens_to_bytes,
+)
+
+UID = bytes(range(16))
+_META = RequestMeta(streaming=True, seed=7, deadline_ms=30000)
+_PROMPT, _NONE, _GENERATED = tokens_to_bytes([1, 2, 3]), b"", tokens_to_bytes([4])
+_PARAMS = pack({"temperature": 0.0, "num_tokens_to_generate": 16})
+_EXTRAS = pack({UID: {"log_probs": [-0.5], "top_n_logprobs": [[[5, -0.5], [9, -1.0]]]}})
+_PLAIN_PARAMS = {"temperature": 1.0, "top_k": 1, "top_p": 0.0, "num_tokens_to_generate": 16}
+
+
+class _PlainFrames:
+    """A message of the plain protocol, given as its list."""
+
+    def __init__(self, *items: object) -> None:
+        self._items = items
+
+    def to_frames(self) -> Frames:
+        return [pack([int(item) if isinstance(item, Header) else item for item in self._items])]
+
+
+class _EmptyFrame:
+    def to_frames(self) -> Frames:
+        return [b""]
+
+
+Vector = ControlMessage | Submit | Dispatch | Partial | Final | Abort | EvictedBlocks | _PlainFrames | _EmptyFrame
+
+
+def _control(kind: Header, **fields: object) -> Control:
+    return Control.model_validate({"kind": kind, "operation_id": "op-1", "fence": 3, "timeout_seconds": 60.0, **fields})
+
+
+VECTORS: dict[str, Vector] = {
+    "CONNECT": _PlainFrames(Header.CONNECT),
+    "CONNECT_ACK": _PlainFrames(Header.CONNECT_ACK),
+    "registration of a plain engine": _EmptyFrame(),
+    "SUBMIT_REQUEST": _PlainFrames(Header.SUBMIT_REQUEST, 0, [1, 2, 3], _PLAIN_PARAMS, None),
+    "ENGINE_REPLY, to a plain client": _PlainFrames(Header.ENGINE_REPLY, 0, {"generated_tokens": [4]}),
+    "ENGINE_REPLY_PARTIAL, to a plain client": _PlainFrames(
+        Header.ENGINE_REPLY_PARTIAL, 0, {"request_id": 0, "new_tokens": [4]}
+    ),
+    "ABORT_REQUEST, plain": Abort(0),
+    "ABORT_REQUEST, by uid": Abort(UID),
+    "PAUSE, plain": _PlainFrames(Header.PAUSE),
+    "PAUSE": _control(Header.PAUSE, expected_engines=2),
+    "UNPAUSE": _control(Header.UNPAUSE),
+    "SUSPEND": _control(Header.SUSPEND),
+    "RESUME": _control(Header.RESUME),
+    "SET_GENERATION_EPOCH": _control(Header.SET_GENERATION_EPOCH, epoch=7),
+    "STOP": _control(Header.STOP),
+    "START_CUDA_PROFILER": _control(Header.START_CUDA_PROFILER),
+    "STOP_CUDA_PROFILER": _control(Header.STOP_CUDA_PROFILER),
+    "DISCONNECT": Disconnect(reason="SIGTERM"),
+    "SHUTDOWN": _PlainFrames(Header.SHUTDOWN),
+    "TP_BROADCAST": _PlainFrames(Header.TP_BROADCAST, [b"\x91\x28"]),
+    "HELLO, client": Hello(role=Role.CLIENT, name="server-0", incarnation=1, model="9a3c"),
+    "HELLO, engine": Hello(
+        role=Role.ENGINE,
+        name="demo-engine-0",
+        incarnation=2,
+        serving=True,
+        state=EngineState.RUNNING,
+        epoch=7,
+        fence=3,
+        revision="5d8f",
+        model="9a3c",
+        max_requests=64,
+        max_sequence_length=4096,
+        block_size_tokens=256,
+    ),
+    "HELLO_ACK": HelloAck(incarnation=9, state=CoordinatorState.RUNNING, epoch=7, fence=3, route=1),
+    "HEARTBEAT": Heartbeat(incarnation=2, state=EngineState.RUNNING, running=4, waiting=1, steps=100),
+    "CONTROL_ACK, of an engine": ControlAck(operation_id="op-1", ok=True, state=EngineState.PAUSING, ranks=1),
+    "CONTROL_ACK, to the sender": ControlAck(
+        operation_id="op-1",
+        ok=True,
+        state=CoordinatorState.PAUSED,
+        ranks=1,
+        total_ranks=1,
+        engines={"demo-engine-0": EngineOutcome(ok=True, ranks=1)},
+    ),
+    "CONTROL_COMMIT": ControlCommit(operation_id="op-1", signal=Header.PAUSE, state=EngineState.PAUSED),
+    "STATUS": Status(),
+    "STATUS_REPLY": StatusReply(
+        incarnation=9,
+        state=CoordinatorState.PAUSED,
+        epoch=7,
+        fence=3,
+        drained_all=True,
+        engines=[EngineStatus(name="demo-engine-0", state=EngineState.PAUSED, serving=True, epoch=7, digest="5eed")],
+        operations=[Operation(operation_id="op-1", signal=Header.PAUSE, phase="Confirmed", ranks=1, total_ranks=1)],
+    ),
+    "ERROR": Error(code=ErrorCode.QUEUE_FULL, message="queue full", uid=UID, retry_after_seconds=1.0),
+    "EVICTED_BLOCKS": EvictedBlocks((7).to_bytes(8, "little") + (1 << 62).to_bytes(8, "little")),
+    "EVICTED_BLOCKS, all": EvictedBlocks(cleared=True),
+    "UPDATE_WEIGHTS": _control(Header.UPDATE_WEIGHTS, epoch=8, source="/models/8"),
+    "DRAIN": _control(Header.DRAIN, engine="demo-engine-0"),
+    "DISPATCH": Dispatch(5, UID, 1, _META, _PROMPT, _GENERATED, _PARAMS),
+    "PARTIAL": Partial(1, [PartialEntry(UID, 5, 1, 2)], tokens_to_bytes([5, 6])),
+    "PARTIAL, with log-probs": Partial(1, [PartialEntry(UID, 5, 1, 1)], tokens_to_bytes([5]), _EXTRAS),
+    "FINAL": Final(5, UID, tokens_to_bytes([4, 5, 6]), pack({"status": "COMPLETED", "finish_reason": "stop"})),
+    "SUBMIT": Submit(UID, _META, _PROMPT, _NONE, _PARAMS),
+    "SUBMIT, of a tenant": Submit(UID, _META._replace(tenant="5eed" * 8), _PROMPT, _NONE, _PARAMS),
+}
+
+
+def as_markdown() -> str:
+    rows = ["| message | frame, hexadecimal, `–` an empty one |", "|---|---|"]
+    for name, message in VECTORS.items():
+        [frame] = message.to_frames()
+        rows.append(f"| {name} | {f'`{frame.hex()}`' if frame else '–'} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")

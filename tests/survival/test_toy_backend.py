@@ -1,0 +1,133 @@
+"""Another engine implementation behind the real worker, coordinator and server: the seam carries all that it must."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import httpx
+import pytest
+import toy_backend
+from eventually import LONG_SECONDS, eventually
+from fleet import Fleet, Load, free_ports, until_serving, until_status
+from toy_backend import toy_answer
+
+from megatron_runtime.protocol.headers import Header
+from megatron_runtime.sampling_params import SamplingParams
+from megatron_runtime.tokenization import load_tokenizer
+from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+
+ENGINES = ("engine-0", "engine-1")
+TOY = Path(toy_backend.__file__)
+
+
+class Pool:
+    """A coordinator and two toy engines, each a process, with keys."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self.fleet = fleet
+        self._operations = 0
+
+    async def start(self) -> None:
+        await self.fleet.coordinator()
+        for name in ENGINES:
+            await self.fleet.engine_program(name, TOY)
+        self.admin: ControlLink = await self.fleet.admin()
+        await until_serving(self.admin, ENGINES)
+        self.client = await self.fleet.client()
+
+    async def control(self, kind: Header, **fields: object) -> None:
+        self._operations += 1
+        await self.admin.control(
+            kind, operation_id=f"op-{self._operations}", fence=1, timeout_seconds=LONG_SECONDS, **fields
+        )
+
+
+@pytest.fixture
+async def pool(fleet: Fleet) -> Pool:
+    pool = Pool(fleet)
+    await pool.start()
+    return pool
+
+
+async def test_it_serves_chat_and_rejects_what_it_lacks_by_field(pool: Pool) -> None:
+    (port,) = free_ports(1)
+    keys = str(pool.fleet.keys_dir)
+    pool.fleet.start_command(
+        *("server", "--coordinator", f"127.0.0.1:{pool.fleet.client_port}", "--model-name", "toy", "--keys-dir", keys),
+        *("--host", "127.0.0.1", "--port", str(port), "--health-port", "off", "--log-level", "error"),
+    )
+    messages = [{"role": "user", "content": "Hello, toy!"}]
+    body = {"model": "toy", "messages": messages, "max_tokens": 12, "temperature": 0}
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=LONG_SECONDS) as http:
+
+        async def is_up() -> bool:
+            try:
+                return (await http.get("/v1/models")).status_code == 200
+            except httpx.TransportError:
+                return False
+
+        await eventually(is_up, what="the server listens")
+        reply = (await http.post("/v1/chat/completions", json=body)).json()
+        tokenizer = load_tokenizer("builtin:smollm2-135m")
+        assert reply["choices"][0]["message"]["content"] == tokenizer.decode(
+            toy_answer(tokenizer.encode_chat(messages), 12)
+        )
+        assert reply["usage"]["completion_tokens"] == 12
+        for field, extra in (
+            ("structured_output", {"response_format": {"type": "json_object"}}),
+            ("logit_bias", {"logit_bias": {"7": 5}}),
+            ("return_log_probs", {"logprobs": True}),
+        ):
+            rejected = await http.post("/v1/chat/completions", json={**body, **extra})
+            assert rejected.status_code == 400, rejected.text
+            assert field in rejected.text
+            assert "backend 'toy'" in rejected.text
+
+
+async def test_answers_survive_pause_suspend_and_resume(pool: Pool) -> None:
+    load = Load([pool.client])
+    for number in range(20):
+        load.add([number, 5], 60)
+    await load.until(100)
+    await pool.control(Header.PAUSE)
+    held = load.tokens
+    await pool.control(Header.SUSPEND)
+    await asyncio.sleep(10 * toy_backend.TICK_SECONDS)
+    assert load.tokens == held
+    await pool.fleet.engine_program("engine-2", TOY)  # one that joins loads nothing before RESUME
+    await until_status(
+        pool.admin,
+        lambda status: [engine.state for engine in status.engines] == ["SUSPENDED"] * 3,
+        what="a third engine has joined the suspended pool",
+    )
+    await pool.control(Header.RESUME)
+    await pool.control(Header.UNPAUSE)
+    for number in range(20, 40):
+        load.add([number, 5], 10)
+    await load.finish()
+    for record in load.records:
+        record.check(toy_answer(record.prompt, record.length))
+
+
+async def test_a_verb_that_it_lacks_fails_and_names_the_remedy(pool: Pool) -> None:
+    with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS needs weight updates, which backend 'toy'") as failed:
+        await pool.control(Header.UPDATE_WEIGHTS, source="other", epoch=3)
+    assert "--executor" in str(failed.value)
+    await until_serving(pool.admin, ENGINES)
+    reply = await pool.client.add_request([3], SamplingParams(num_tokens_to_generate=4))
+    assert reply["generated_tokens"] == toy_answer([3], 4)
+
+
+async def test_an_engine_that_is_killed_loses_and_doubles_no_token(pool: Pool) -> None:
+    load = Load([pool.client])
+    for number in range(40):
+        load.add([number, 1], 80)
+    await load.until(400)
+    await pool.fleet.engines.pop(ENGINES[0]).kill()
+    await load.finish()
+    for record in load.records:
+        record.check(toy_answer(record.prompt, record.length))
+    await until_status(
+        pool.admin, lambda status: len(status.engines) == 1, what="the coordinator has given up the killed engine"
+    )

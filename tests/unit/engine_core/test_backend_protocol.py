@@ -1,0 +1,81 @@
+"""What crosses the seam between the worker and a backend: capabilities, results by rank, the registry."""
+
+import dataclasses
+
+import pytest
+
+from megatron_runtime.backends.echo.backend import EchoBackend
+from megatron_runtime.backends.registry import build_backend, link_for
+from megatron_runtime.distributed.errors import RankLostError
+from megatron_runtime.engine.backend import (
+    BackendFailure,
+    Capability,
+    EngineBackend,
+    RankResults,
+    UnsupportedByBackendError,
+)
+from megatron_runtime.engine.settings import EngineSettings
+from megatron_runtime.sampling_params import InvalidSamplingParamsError, SamplingParams
+from megatron_runtime.transport.peer_link import PeerLink
+
+SETTINGS = EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="echo", kv_cache_memory=1 << 20)
+USES = {
+    "structured_output": ({"structured_output": {"type": "json_object"}}, Capability.STRUCTURED_OUTPUT),
+    "logit_bias": ({"logit_bias": {7: 1.0}}, Capability.LOGIT_BIAS),
+    "return_log_probs": ({"return_log_probs": True}, Capability.LOG_PROBS),
+    "top_n_logprobs": ({"top_n_logprobs": 2}, Capability.LOG_PROBS),
+    "skip_prompt_log_probs": ({"return_log_probs": True, "skip_prompt_log_probs": False}, Capability.PROMPT_LOG_PROBS),
+    "priority": ({"priority": -1}, Capability.PRIORITY),
+}
+
+
+@pytest.mark.parametrize("name", USES)
+def test_a_parameter_without_its_capability_is_rejected_by_name_and_backend(name: str) -> None:
+    values, needs = USES[name]
+    info = EchoBackend(SETTINGS).info
+    info.check_request(SamplingParams(**values))
+    with pytest.raises(InvalidSamplingParamsError, match="backend 'echo'") as rejected:
+        dataclasses.replace(info, capabilities=info.capabilities - {needs}).check_request(SamplingParams(**values))
+    assert rejected.value.field == name
+    assert needs.value in str(rejected.value)
+
+
+async def test_a_verb_that_a_backend_does_not_implement_says_so() -> None:
+    class Minimal(EngineBackend):
+        info = dataclasses.replace(EchoBackend(SETTINGS).info, name="minimal", capabilities=frozenset())
+
+    backend = Minimal()
+    for verb in (
+        backend.release_memory(),
+        backend.restore_memory(),
+        backend.stage_weights("other", 1),
+        backend.commit_weights(),
+        backend.adopt_weights("other", 1),
+        backend.load_adapter("tune", "other"),
+        backend.unload_adapter("tune"),
+        backend.profile(True),
+    ):
+        with pytest.raises(UnsupportedByBackendError, match=r"backend 'minimal' does not have: .*--executor"):
+            await verb
+
+
+def test_results_name_every_rank_that_failed_where_there_are_several() -> None:
+    assert RankResults(4).error is None
+    assert RankResults(1, {0: "disk full"}).error == "disk full"
+    assert RankResults(4, {2: "disk full", 1: "it hangs"}).error == "rank 1: it hangs; rank 2: disk full"
+    assert RankResults.of_failure(OSError("disk full"), ranks=4).error == "disk full"
+    lost = RankLostError(3, "its connection ended", by_silence=True)
+    assert RankResults.of_failure(lost, ranks=4).failed == {3: "its connection ended"}
+    with pytest.raises(RuntimeError, match="PAUSE failed: rank 3: its connection ended"):
+        RankResults.of_failure(lost, ranks=4).require("PAUSE")
+    failure = BackendFailure.of(lost)
+    assert (failure.rank, failure.by_silence, failure.cause) == (3, True, lost)
+
+
+def test_the_registry_composes_what_the_settings_name() -> None:
+    assert isinstance(build_backend(SETTINGS), EchoBackend)
+    assert link_for(SETTINGS) is None
+    faulty = dataclasses.replace(SETTINGS, echo_faults=("drop-heartbeats:after=1",))
+    make_link = link_for(faulty)
+    assert make_link is not None
+    assert issubclass(make_link.func, PeerLink)

@@ -1,0 +1,121 @@
+"""A Secret that has the name of a resource's keys and belongs to another owner is never used and never written."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from small_cluster import MINIMAL, OWNER_UID, Cluster
+from small_operator import DirectLink, Leader
+
+from megatron_operator.cluster.cache import Index, ResourceCache
+from megatron_operator.cluster.events import Recorder
+from megatron_operator.cluster.keys import new_resource_keys
+from megatron_operator.cluster.projection import project_resource
+from megatron_operator.cluster.writer import Writer
+from megatron_operator.controller.act import Actor
+from megatron_operator.controller.observe import Observer, ObserverSettings
+from megatron_operator.model.resource import parse_spec
+from megatron_operator.model.states import KeyStage
+from megatron_operator.plan.decide import decide
+from megatron_operator.plan.world import ChildRef, CreateKeys, Decision, RotateKeys
+from megatron_operator.render.context import RenderContext
+from megatron_operator.render.keys import keys_secret
+
+SECRET = ("Secret", "default", "demo-keys")
+REF = ChildRef("Secret", "demo-keys")
+
+
+@dataclass
+class Site:
+    """The reads and writes of one resource's task, on the store."""
+
+    store: Any
+    cluster: Cluster
+    observer: Observer
+    actor: Actor
+    resource: Any
+
+    async def decision(self) -> Decision:
+        world = await self.observer.world(self.resource, term=1, refusals=self.actor.refusals, vetted={})
+        assert not world.coordinator.reachable
+        return decide(world)
+
+    def put_foreign(self, owner_uid: str | None) -> dict[str, Any]:
+        """Its entries are keys that admit this operator, chosen to pose as its coordinator."""
+        ctx = RenderContext("demo", "default", owner_uid or "", parse_spec(MINIMAL), self.cluster.settings)
+        secret = keys_secret(ctx, new_resource_keys(self.cluster.admin), generation=1, since="2026-01-01T00:00:00Z")
+        secret["metadata"] |= {"uid": "theirs", "resourceVersion": "7"}
+        if owner_uid is None:
+            del secret["metadata"]["ownerReferences"]
+        self.store.objects[SECRET] = secret
+        return copy.deepcopy(secret)
+
+
+@pytest.fixture
+def site(store: Any) -> Site:
+    cluster = Cluster(MINIMAL)
+    metadata = {"name": "demo", "namespace": "default", "uid": OWNER_UID, "resourceVersion": "7"}
+    resource = project_resource({"metadata": metadata, "spec": MINIMAL})
+    cache = ResourceCache(
+        uid=OWNER_UID,
+        key=("default", "demo"),
+        index=Index(children={}, pods={}, resources={OWNER_UID: [resource]}),
+    )
+    link: Any = DirectLink(cluster)
+    elector: Any = Leader(1)
+    options = ObserverSettings(
+        settings=cluster.settings,
+        admin=cluster.admin,
+        resolve=lambda *_: "inproc://",
+        resync_seconds=1e9,
+        audits=asyncio.Semaphore(1),
+    )
+    observer = Observer(store, cache, link, options=options)
+    actor = Actor(
+        cache=cache,
+        writer=Writer(store, guard=lambda: None, count=lambda verb, kind: None),
+        observer=observer,
+        recorder=Recorder(store, instance="test"),
+        link=link,
+        elector=elector,
+        settings=cluster.settings,
+        admin=cluster.admin,
+        count_signal=lambda kind: None,
+    )
+    return Site(store, cluster, observer, actor, resource)
+
+
+@pytest.mark.parametrize("owner_uid", [None, "of-another-resource"])
+async def test_keys_of_another_owner_are_neither_adopted_nor_overwritten(site: Site, owner_uid: str | None) -> None:
+    first = await site.decision()
+    (create,) = (action for action in first.actions if isinstance(action, CreateKeys))
+    foreign = site.put_foreign(owner_uid)  # between the read and the write
+    await site.actor.act([create], site.resource)
+    refusal = site.actor.refusals[REF]
+    assert refusal.code == 409
+    assert "not owned by this resource" in refusal.message
+    for _ in range(2):
+        decision = await site.decision()
+        assert decision.reason == "ChildNotOwned"
+        assert "Secret demo-keys" in decision.message
+        assert not any(isinstance(action, CreateKeys | RotateKeys) for action in decision.actions)
+    await site.actor.act([create, RotateKeys("demo-keys", 2, KeyStage.ADMITTING)], site.resource)
+    await site.actor.act([RotateKeys("demo-keys", 2, KeyStage.ADMITTING)], site.resource)
+    world = await site.observer.world(site.resource, term=1, refusals={}, vetted={})
+    assert world.keys is None
+    assert site.store.objects == {SECRET: foreign}
+    assert site.store.writes == []
+
+
+async def test_keys_of_this_resource_are_made_and_used(site: Site) -> None:
+    decision = await site.decision()
+    create = [action for action in decision.actions if isinstance(action, CreateKeys)]
+    await site.actor.act(create, site.resource)
+    world = await site.observer.world(site.resource, term=1, refusals={}, vetted={})
+    assert world.keys is not None
+    assert world.keys.admin_admitted
+    assert site.store.writes == [("create", "Secret")]

@@ -1,0 +1,92 @@
+"""The answers of an engine of several ranks are those of one rank, for every split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_program import KV_CACHE_MEMORY, answers
+
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor
+from megatron_runtime.checkpoints.convert import convert
+from megatron_runtime.checkpoints.source import resolve
+
+PROMPTS = [[1, 5, 9, 3], [7] * 40, [2, 3], [11, 12, 13, 14, 15], [7] * 40 + [8]]
+SAMPLING: list[dict[str, Any]] = [
+    {"temperature": 0.0, "return_log_probs": True},
+    {"temperature": 0.0, "return_log_probs": True, "skip_prompt_log_probs": False},
+    {"temperature": 1.0, "top_k": 20, "seed": 5},
+    {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {9: 2.0}},
+    {"temperature": 0.8, "top_p": 0.9, "return_log_probs": True, "top_n_logprobs": 2},
+]
+
+
+def alone(model: str, options: dict[str, Any]) -> dict[int, Any]:
+    """The answers of one rank."""
+    threads = torch.get_num_threads()
+    executor = CpuExecutor(resolve(model), dtype="float32", threads=1, kv_cache_memory=KV_CACHE_MEMORY)
+    executor.load()
+    try:
+        return answers(executor, options)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def check_equal(found: dict[int, Any], expected: dict[int, Any]) -> None:
+    for index, answer in expected.items():
+        assert found[index]["tokens"] == answer["tokens"]
+        for kind in ("log_probs", "prompt_log_probs"):
+            np.testing.assert_allclose(found[index][kind], answer[kind], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "heads", "kv_heads"),
+    [(2, 1, 1, 4, 1), (3, 1, 1, 9, 3), (1, 2, 1, 6, 2), (2, 2, 1, 4, 2), (1, 1, 2, 0, 0), (2, 1, 2, 0, 0)],
+    ids=["TP 2 of one key-value head", "TP 3", "PP 2", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2"],
+)
+def test_ranks_answer_as_one(
+    start,
+    tmp_path: Path,
+    llama: Callable[..., str],
+    mixtral: str,
+    *,
+    tensor: int,
+    pipeline: int,
+    expert: int,
+    heads: int,
+    kv_heads: int,
+) -> None:
+    model = llama(heads, kv_heads) if heads else mixtral
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    held = model
+    if tensor > 1 and tensor < tensor * pipeline * expert:  # what one rank wrote as a whole is read in other parts
+        held = str(tmp_path / "megatron")
+        convert(model, Path(held), to="torch_dist")
+    engine = start({**options, "model": held, "tensor": tensor, "pipeline": pipeline, "expert": expert})
+    expected, found = alone(model, options), engine.next_message()
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
+    check_equal(found, expected)
+    assert all(len(answer["tokens"]) == 12 for answer in found.values())
+    assert len(found[1]["prompt_log_probs"]) == 39
+
+
+@pytest.mark.parametrize(
+    ("tensor", "pipeline", "expert", "kernels"),
+    [(3, 1, 1, True), (2, 2, 1, True), (1, 1, 2, "graphs"), (2, 1, 2, "graphs"), (1, 2, 2, True), (2, 1, 1, "graphs")],
+    ids=["TP 3", "TP 2 x PP 2", "EP 2", "TP 2 x EP 2", "PP 2 x EP 2", "TP 2 of experts"],
+)
+def test_ranks_that_run_as_on_gpus_answer_as_one(
+    start, llama: Callable[..., str], mixtral: str, *, tensor: int, pipeline: int, expert: int, kernels: bool | str
+) -> None:
+    """All but NCCL, graphs and the kernels themselves: steps are padded as for graphs, and run launch by launch."""
+    model = llama(9, 3) if tensor == 3 else llama(4, 2) if expert == 1 and pipeline > 1 else mixtral
+    options = {"prompts": PROMPTS, "sampling": SAMPLING, "suspend_after": 5, "model": model}
+    engine = start({**options, "tensor": tensor, "pipeline": pipeline, "expert": expert, "kernels": kernels})
+    expected, found = alone(model, options), engine.next_message()
+    assert engine.exit_codes() == [0] * (tensor * pipeline * expert)
+    check_equal(found, expected)
