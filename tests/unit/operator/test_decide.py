@@ -279,8 +279,11 @@ def test_release_pods_keeps_pods_until_suspend_is_confirmed(make_cluster: Any) -
     assert cluster.engine_pods() == []
     assert cluster.state == "Suspended"
     assert cluster.status["replicas"] == 0
+    assert [engine["state"] for engine in cluster.status["engines"]] == ["Released", "Released"]
     assert {ref.name for ref in cluster.objects if ref.kind == "Deployment"} == {"demo-coordinator", "demo-server"}
     cluster.patch(desiredState="Running")
+    cluster.step()
+    assert [engine["state"] for engine in cluster.status["engines"]] == ["Pending", "Pending"]
     cluster.settle()
     assert cluster.state == "Running"
     assert len(cluster.engine_pods()) == 2
