@@ -210,6 +210,24 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
     assert len({signal.operation_id for signal in cluster.coordinator.begun}) == 2
 
 
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [(CoordinatorState.RUNNING, True), (CoordinatorState.RECOVERING, True), (CoordinatorState.SUSPENDED, False)],
+)
+def test_an_intent_that_was_not_sent_is_dropped_once_its_signal_is_not_legal(
+    make_cluster: Any, state: CoordinatorState, kept: bool
+) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Stopped")
+    cluster.step()
+    intent = cluster.status["lifecycle"]["operationId"]
+    assert cluster.status["lifecycle"]["phase"] == "Pending"
+    cluster.coordinator.state = state
+    cluster.step()
+    assert (cluster.status["lifecycle"].get("operationId") == intent) is kept
+
+
 def test_a_drain_past_its_deadline_does_not_hold_up_a_stop(make_cluster: Any) -> None:
     cluster = make_cluster()
     cluster.settle()
@@ -651,6 +669,7 @@ def test_pods_that_cannot_be_made_are_explained(make_cluster: Any, said: str, re
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
     cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
     cluster.settle()
+    assert cluster.step().requeue_after == 60.0
     assert cluster.condition("Ready")["reason"] == "InvalidPodTemplate"
     assert "spec.engine.podTemplate.spec.containers[0]" in cluster.condition("Ready")["message"]
 
