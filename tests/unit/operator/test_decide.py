@@ -10,7 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from small_cluster import START
+from in_memory_cluster import START
 
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState

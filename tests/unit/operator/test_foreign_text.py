@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory_cluster import MINIMAL, Cluster
 from prometheus_client import generate_latest
-from small_cluster import MINIMAL, Cluster
 
 import megatron_operator
 from megatron_operator.cli import main
