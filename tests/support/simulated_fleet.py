@@ -118,6 +118,8 @@ class SimulatedFleet:
     def __init__(self, *, seed: int = 1, suspect: float = 2.0, dead: float = 10.0, **settings: Any) -> None:
         self.inboxes: dict[Peer, deque[Any]] = {}
         """What was sent to each connection; its peer reads it in the next turn."""
+        self.full: set[Peer] = set()
+        """Connections that accept nothing for now."""
         self.random = random.Random(seed)
         timing = Timing(suspect=suspect, dead=dead, client_dead=1e9, recovery=0.0)
         self.driver = CoreDriver(CoordinatorSettings(timing=timing, **settings), self._deliver)
@@ -147,6 +149,8 @@ class SimulatedFleet:
         inbox = self.inboxes.get(peer)
         if inbox is None:
             return None
+        if peer in self.full:
+            return False
         inbox.append(decode(frames))
         return True
 
