@@ -117,7 +117,7 @@ def try_out(mutant: Mutant, folder: Path, tests: list[str], seconds: float) -> d
         put(folder / mutant.path, mutant.source)
         if tests:
             limits = "--timeout", str(TEST_SECONDS), "--timeout-method", "signal"
-            done = pytest(folder, *limits, *tests, env=environment(folder), seconds=seconds)
+            done = pytest(folder, "-p", "quick_exit", *limits, *tests, env=environment(folder), seconds=seconds)
             if done.returncode != 0:
                 outcome = "killed"
                 failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("FAILED ")]
@@ -161,7 +161,7 @@ def main() -> None:
             return
         found = records[tests_of[mutant.path]]
         tests = found.tests_for(mutant)
-        seconds = 60 + 5 * sum(found.seconds[test] for test in tests)
+        seconds = min(180.0, 60 + 5 * sum(found.seconds[test] for test in tests))
         folder = folders.get()
         try:
             result = try_out(mutant, folder, tests, seconds)
