@@ -11,6 +11,7 @@ _PLAN_TESTS = ("tests/unit/operator",)
 _COORDINATOR_TESTS = tuple(
     f"tests/unit/coordinator/test_{name}.py"
     for name in (
+        "access",
         "bounds",
         "failover",
         "models",
