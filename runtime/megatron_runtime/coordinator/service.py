@@ -67,6 +67,8 @@ class Coordinator:
                 rejected=lambda: transport.gatekeeper.refused if transport.gatekeeper is not None else 0,
             ),
         )
+        self._context = self.core.context
+        self._time = self._loop.time
         self._timer: asyncio.TimerHandle | None = None
         self._armed = math.inf
         self._key_timer: asyncio.TimerHandle | None = None
@@ -78,7 +80,7 @@ class Coordinator:
         """Bind and serve. Raises BindError."""
         self.transport.start()
         self._set_wall_time()
-        self.core.start(self._loop.time())
+        self.core.start(self._time())
         self._perform()
         if self.settings.keys_dir is not None:
             self._schedule_key_check()
@@ -113,25 +115,25 @@ class Coordinator:
 
     def remove_engine(self, engine: Engine, reason: str) -> None:
         """Take an engine out of the pool; its requests go elsewhere."""
-        self.core.remove_engine(self._loop.time(), engine, reason)
+        self.core.remove_engine(self._time(), engine, reason)
         self._perform()
 
     # --- events and effects -------------------------------------------------------------------------------------
 
     def _received(self, peer: PeerId, frames: Frames) -> None:
         try:
-            self.core.received(self._loop.time(), peer, frames)
+            self.core.received(self._time(), peer, frames)
         finally:
             self._perform()
 
     def _gone(self, peer: PeerId, by_peer: bool) -> None:
-        self.core.connection_lost(self._loop.time(), peer, by_peer=by_peer)
+        self.core.connection_lost(self._time(), peer, by_peer=by_peer)
         self._perform()
 
     def _perform(self) -> None:
         """Perform the effects of the last event, and arm the timer for the next one."""
-        context = self.core.context
-        while effects := context.effects:
+        context = self._context
+        if effects := context.effects:
             context.effects = []
             send = self.transport.send
             refused: list[tuple[PeerId, Frames, bool]] = []
@@ -142,6 +144,7 @@ class Coordinator:
                     refused.append((peer, frames, sent is _GONE))
             if refused:
                 self.core.not_sent(refused, Counter(peer for peer, _ in effects))
+                self._perform()
         if context.next_timer < self._armed:
             self._arm(context.next_timer)
         if self._waiters:
@@ -171,7 +174,7 @@ class Coordinator:
 
     def _timer_due(self) -> None:
         # The loop rounds to milliseconds, so the timer may be early.
-        now = max(self._loop.time(), self._armed)
+        now = max(self._time(), self._armed)
         self._timer, self._armed = None, math.inf
         self._set_wall_time()
         try:
@@ -180,7 +183,7 @@ class Coordinator:
             self._perform()
 
     def _set_wall_time(self) -> None:
-        self.core.context.wall_offset = time.time() - self._loop.time()
+        self.core.context.wall_offset = time.time() - self._time()
 
     def _schedule_key_check(self) -> None:
         self._key_timer = self._loop.call_later(self.settings.timing.key_check, self._check_keys)
@@ -188,7 +191,7 @@ class Coordinator:
     def _check_keys(self) -> None:
         self._schedule_key_check()
         if self.transport.keys_changed():
-            self.core.keys_changed(self._loop.time())
+            self.core.keys_changed(self._time())
             self._perform()
 
 

@@ -166,10 +166,19 @@ class CoordinatorCore:
         """A message arrived. No message that a peer can send raises an exception here."""
         self.context.now = now
         try:
-            self._handle(peer, decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL), frames)
+            message = decode(frames, plain=PLAIN if peer[0] == SHARED_PORT else CONTROL)
+            engine = self.engines.at(peer)
+            if engine is None or type(message) is Hello:
+                self._handle(peer, message, frames)
+            else:
+                engine.heard = now
+                handler = self._of_engines.get(type(message), self._misplaced)
+                handler(engine, message, frames)
         except MalformedMessageError as error:
             self._reject(peer, "malformed", ErrorCode.MALFORMED, str(error))
-        self._settle()
+        verbs = self.verbs
+        if self.dispatcher.needs_pump or verbs.consequences or verbs.current is not None:  # see _settle()
+            self._settle()
 
     def connection_lost(self, now: float, peer: PeerId, *, by_peer: bool) -> None:
         """A connection ended. by_peer: the other side ended it, as the system does when a process ends."""
@@ -274,28 +283,20 @@ class CoordinatorCore:
     # --- messages -----------------------------------------------------------------------------------------------
 
     def _handle(self, peer: PeerId, message: Message, frames: Frames) -> None:
+        """A message of a client or of an unregistered peer."""
+        client = self.clients.at(peer)
         if type(message) is Hello:
             self.membership.hello(peer, message)
-            return
-        engine = self.engines.at(peer)
-        if engine is not None:
-            engine.heard = self.context.now
-            handler = self._of_engines.get(type(message))
-            if handler is None:
-                self._reject_role(peer, message)
-            else:
-                handler(engine, message, frames)
-            return
-        client = self.clients.at(peer)
-        if client is None:
+        elif client is None:
             self._unregistered(peer, message, frames)
-            return
-        client.heard = self.context.now
-        handler = self._of_clients.get(type(message))
-        if handler is None or (client.role is _ADMIN and not _is_for_admins(message)):
-            self._reject_role(peer, message)
         else:
+            client.heard = self.context.now
+            is_for_role = client.role is not _ADMIN or _is_for_admins(message)
+            handler = self._of_clients.get(type(message), self._misplaced) if is_for_role else self._misplaced
             handler(client, message, frames)
+
+    def _misplaced(self, sender: Client | Engine, message: Message, _: Frames) -> None:
+        self._reject_role(sender.peer, message)
 
     def _unregistered(self, peer: PeerId, message: Message, frames: Frames) -> None:
         shared = peer[0] == SHARED_PORT

@@ -468,7 +468,8 @@ class Dispatcher:
         entry.client.open.pop(entry.uid, None)
         if entry.plain_id is not None:
             entry.client.plain_ids.pop(entry.plain_id, None)
-        self.needs_pump = True
+        if self.queue.length or self.quarantine.active:
+            self.needs_pump = True
 
     def abort(self, entries: Iterable[Entry]) -> None:
         """End requests that no client waits for, here and at their engines."""

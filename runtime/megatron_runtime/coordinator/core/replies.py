@@ -50,6 +50,8 @@ class Replies:
     ) -> None:
         self._context = context
         self._dispatcher = dispatcher
+        self._journal = dispatcher.journal
+        self._quarantine = dispatcher.quarantine
         self._clients = clients
         self._counters = counters
         self._detokenize = detokenize
@@ -57,9 +59,8 @@ class Replies:
     def partial(self, engine: Engine, message: Partial, frames: Frames) -> None:
         """Take new tokens; forward `frames` as they came if one client wants all of them."""
         self._counters.partials += 1
-        quarantine = self._dispatcher.quarantine
         if not message.route:
-            if quarantine.note_progress(engine, message):
+            if self._quarantine.note_progress(engine, message):
                 self._dispatcher.carry_out_decisions()
                 self._dispatcher.needs_pump = True
             return
@@ -69,12 +70,18 @@ class Replies:
         whole = client is not None and not client.blocked and not client.plain
         extras = message.extras
         share = len(extras) // max(1, len(message.entries))
-        journal, in_flight = self._dispatcher.journal, engine.in_flight
+        journal, in_flight = self._journal, engine.in_flight
         for uid, dispatch_id, offset, count in message.entries:
             begin = position
             position += count * TOKEN_BYTES
             entry = in_flight.get(dispatch_id)
-            if entry is None or entry.uid != uid or offset != entry.tokens_so_far or not entry.meta.streaming:
+            # Entry.tokens_so_far spelled out: this runs for every partial.
+            if (
+                entry is None
+                or entry.uid != uid
+                or len(entry.generated) != offset * TOKEN_BYTES
+                or not entry.meta.streaming
+            ):
                 self._counters.stale += 1
                 whole = False
                 continue
@@ -87,13 +94,13 @@ class Replies:
         if whole and client is not None:
             self._context.effects.append((client.peer, frames))
             for entry in accepted:
-                entry.forwarded = entry.tokens_so_far
+                entry.forwarded = len(entry.generated) // TOKEN_BYTES
         else:
             for entry in accepted:
                 entry.client.behind = True
             for owner in {id(entry.client): entry.client for entry in accepted}.values():
                 self.catch_up(owner)
-        if engine.reserved and quarantine.advanced(engine):
+        if engine.reserved and self._quarantine.advanced(engine):
             self._dispatcher.carry_out_decisions()
             self._dispatcher.needs_pump = True
 
