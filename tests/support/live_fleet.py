@@ -75,7 +75,7 @@ class LiveFleet:
         for engine in self._engines.values():
             engine.close()
         for coordinator in self._coordinators.values():
-            coordinator.check_integrity()
+            coordinator.core.check_integrity()
             coordinator.stop()
 
     def coordinator(self, name: str) -> Coordinator:

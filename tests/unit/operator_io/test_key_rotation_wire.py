@@ -83,7 +83,7 @@ class Site:
 
     @property
     def report(self) -> KeyReport:
-        found = self.coordinator.status().keys
+        found = self.coordinator.core.status().keys
         assert found is not None
         return found
 

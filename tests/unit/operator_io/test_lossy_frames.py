@@ -54,7 +54,7 @@ class Truth:
             assert report.outcome.value == "Confirmed", f"confirmed in the status alone: {lifecycle}"
         if status["state"] in ("Paused", "Suspended"):
             assert coordinator.state.value == status["state"].upper(), f"{status['state']} is not {coordinator.state}"
-            assert {engine.state.value for engine in coordinator.core.engines.values()} == {status["state"].upper()}
+            assert {engine.state.value for engine in coordinator.engines.values()} == {status["state"].upper()}
 
 
 async def live(seed: int) -> int:
