@@ -23,7 +23,7 @@ BEGIN = echo "$$(date +%T) make $@"
 # The first import of a module leaves its bytecode for the next process, whatever the caller's habits.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak lint generate cluster-up cluster-down
+.PHONY: requirements release-images help setup demo demo-down test test-fast test-unit test-survival test-cluster test-e2e test-gpu bench bench-gpu soak mutation lint generate cluster-up cluster-down
 
 help: ## list the targets
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -89,6 +89,10 @@ soak: setup ## what `make test` runs once and short, many times and long (MEGATR
 		tests/unit/engine/test_batch_invariant.py tests/unit/models/test_gemma_file.py tests/fuzz --timeout 1800
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/cluster
 	MEGATRON_SOAK=1 $(PYTEST) -s tests/e2e --timeout 1800
+	$(PY) tests/mutation/run.py
+
+mutation: setup ## change the product a little, many times: a test must fail each time (MEGATRON_MUTANTS, MEGATRON_SEED)
+	@$(PY) tests/mutation/run.py
 
 test-cluster: setup
 	@$(BEGIN)

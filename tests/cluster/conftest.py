@@ -1,13 +1,14 @@
-"""A real API server for the whole run; for each test a namespace, a played node and an operator of its own."""
+"""A real API server for the whole run; for each test a namespace, a fake node and an operator of its own."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import math
 import os
 import secrets
 import subprocess
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,6 @@ import pytest
 import yaml
 from eventually import eventually
 from machine import scaled
-from operator_process import OperatorProcess
-from played_node import PlayedNode, Ports
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
@@ -24,6 +23,9 @@ from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import CHILD_KINDS, EVENT, RESOURCE, SECRET, Kind
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES
 from megatron_operator.model.crd import custom_resource_definition
+
+from .fake_node import FakeNode, Ports
+from .operator_process import OperatorProcess
 
 NAMESPACE = Kind("Namespace", "", "v1", "namespaces")
 ACCOUNT = Kind("ServiceAccount", "", "v1", "serviceaccounts")
@@ -87,11 +89,11 @@ def ports() -> Ports:
 
 
 @pytest.fixture
-async def node(api: KubeApi, namespace: str, ports: Ports, tmp_path: Path) -> AsyncIterator[PlayedNode]:
-    played = PlayedNode(api, namespace=namespace, folder=tmp_path, ports=ports)
-    played.start()
-    yield played
-    await played.stop()
+async def node(api: KubeApi, namespace: str, ports: Ports, tmp_path: Path) -> AsyncIterator[FakeNode]:
+    made = FakeNode(api, namespace=namespace, folder=tmp_path, ports=ports)
+    made.start()
+    yield made
+    await made.stop()
 
 
 @pytest.fixture
@@ -255,6 +257,11 @@ class Resource:
             return await self.get() is None and not await self.children()
 
         await eventually(gone, seconds=seconds, what="resource and children are gone")
+
+
+def percentile_ms(seconds: Sequence[float], share: float) -> int:
+    """Return the smallest time in milliseconds that at least `share` of the times do not exceed."""
+    return round(1000 * sorted(seconds)[max(0, math.ceil(share * len(seconds)) - 1)])
 
 
 def condition(status: dict[str, Any], kind: str) -> dict[str, Any]:

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_proxy import ApiProxy, Asked, Fault
 from coordinator_questions import ask_coordinator
 from eventually import eventually
 from soak import size
 
 from localcluster import LocalCluster, processes
 from megatron_runtime.protocol.headers import Header
+
+from .api_server_proxy import ApiProxy, Asked, Fault
 
 pytestmark = pytest.mark.cluster
 

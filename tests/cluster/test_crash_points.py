@@ -1,7 +1,7 @@
 """Killed at any point of a life with all verbs, against the real API server: the same end, no signal acted on twice.
 
 Many resources live at once under one operator process, `p-0` undisturbed; of `p-N` the operator's task dies at its Nth
-point and another takes its place (tests/support/mortal_operators.py). `MEGATRON_SOAK=1` tries every point, or those
+point and another takes its place (killed_operator.py). `MEGATRON_SOAK=1` tries every point, or those
 of one `MEGATRON_PART`; without it a few are tried, of which `MEGATRON_SEED` is the first.
 """
 
@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from live_fleet import LiveFleet
-from operator_process import OperatorProcess
 from soak import FIRST_SEED, SOAK, part
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_runtime.protocol.headers import Header
 
+from .in_process_fleet import InProcessFleet
+from .operator_process import OperatorProcess
+
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
-MORTAL = Path(__file__).parents[1] / "support" / "mortal_operators.py"
+KILLED_OPERATOR = Path(__file__).with_name("killed_operator.py")
 SAMPLE = 5
 AT_ONCE = 12
 STAGE_SECONDS = 240.0
@@ -41,8 +42,8 @@ VERBS = [Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UNPAUSE, Header.PAU
 
 
 @pytest.fixture
-async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[LiveFleet]:
-    made = LiveFleet(api, namespace=namespace, folder=tmp_path)
+async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[InProcessFleet]:
+    made = InProcessFleet(api, namespace=namespace, folder=tmp_path)
     made.start()
     yield made
     await made.stop()
@@ -55,7 +56,7 @@ def points_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-async def live(resource: Any, fleet: LiveFleet) -> tuple[Any, ...]:
+async def live(resource: Any, fleet: InProcessFleet) -> tuple[Any, ...]:
     """One life; what it comes to, without names, times and hashes."""
     fleet.coordinator(resource.name)
     await resource.create(replicas=2)
@@ -84,7 +85,7 @@ def told(points_file: Path) -> dict[str, int]:
     return json.loads(points_file.read_text())
 
 
-async def signals(fleet: LiveFleet, name: str) -> list[Header]:
+async def signals(fleet: InProcessFleet, name: str) -> list[Header]:
     """What the coordinator carried out; a DRAIN may come again under a new id after a death, and does no harm."""
     operations = (await fleet.ask(name)).operations
     assert len({operation.operation_id for operation in operations}) == len(operations)
@@ -95,14 +96,14 @@ async def signals(fleet: LiveFleet, name: str) -> list[Header]:
 async def test_killed_at_any_point_the_same_life_is_lived(
     api: KubeApi,
     namespace: str,
-    fleet: LiveFleet,
+    fleet: InProcessFleet,
     make_operator: Callable[..., OperatorProcess],
     make_resource: Callable[[str], Any],
     points_file: Path,
 ) -> None:
     def start() -> OperatorProcess:
         flags = ("--no-security", "--coordinator-address", fleet.address_template)
-        return make_operator(*flags, program=(str(MORTAL),))
+        return make_operator(*flags, program=(str(KILLED_OPERATOR),))
 
     operator = start()
     await operator.start()

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 from eventually import eventually
 from hostile_coordinator import HIGHEST, HostileCoordinator
-from live_fleet import LiveFleet
-from operator_process import OperatorProcess
 
 from megatron_operator.cluster.api import KubeApi
 
 from .conftest import NAMESPACE, Resource, condition
+from .in_process_fleet import InProcessFleet
+from .operator_process import OperatorProcess
 
 pytestmark = pytest.mark.cluster
 
@@ -33,9 +33,9 @@ async def attacker_namespace(api: KubeApi, namespace: str) -> AsyncIterator[str]
 @pytest.fixture
 async def fleets(
     api: KubeApi, namespace: str, attacker_namespace: str, tmp_path: Path
-) -> AsyncIterator[tuple[LiveFleet, LiveFleet]]:
+) -> AsyncIterator[tuple[InProcessFleet, InProcessFleet]]:
     """The pods of the tenant and of the attacker; both find their coordinators in one folder."""
-    made = tuple(LiveFleet(api, namespace=name, folder=tmp_path) for name in (namespace, attacker_namespace))
+    made = tuple(InProcessFleet(api, namespace=name, folder=tmp_path) for name in (namespace, attacker_namespace))
     for fleet in made:
         fleet.start()
     yield made[0], made[1]
@@ -55,7 +55,7 @@ async def test_the_verbs_of_the_other_tenant_work_throughout(
     namespace: str,
     attacker_namespace: str,
     cluster_wide: None,
-    fleets: tuple[LiveFleet, LiveFleet],
+    fleets: tuple[InProcessFleet, InProcessFleet],
     hostile: HostileCoordinator,
     make_operator: Callable[..., OperatorProcess],
 ) -> None:

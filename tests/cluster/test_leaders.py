@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from api_proxy import ApiProxy, Asked
 from coordinator_questions import ask_coordinator
 from soak import repeated, size
 from tcp_relay import TcpRelay
 
 from megatron_runtime.protocol.headers import Header
+
+from .api_server_proxy import ApiProxy, Asked
 
 pytestmark = pytest.mark.cluster
 

@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 from bad_values import WEDGES
-from live_fleet import LiveFleet
-from operator_process import OperatorProcess
 from soak import size
 
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.render.context import LABEL_INSTANCE, LABEL_REVISION
+
+from .in_process_fleet import InProcessFleet
+from .operator_process import OperatorProcess
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
@@ -24,15 +25,15 @@ DWELL_SECONDS = size(1, soak=30)
 
 
 @pytest.fixture
-async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[LiveFleet]:
-    made = LiveFleet(api, namespace=namespace, folder=tmp_path)
+async def fleet(api: KubeApi, namespace: str, tmp_path: Path) -> AsyncIterator[InProcessFleet]:
+    made = InProcessFleet(api, namespace=namespace, folder=tmp_path)
     made.start()
     yield made
     await made.stop()
 
 
 async def test_whatever_wedged_a_resource_is_got_over_by_taking_it_back(
-    fleet: LiveFleet, make_operator: Callable[..., OperatorProcess], make_resource: Callable[[str], Any]
+    fleet: InProcessFleet, make_operator: Callable[..., OperatorProcess], make_resource: Callable[[str], Any]
 ) -> None:
     images = ("--allow-image-repository", "registry.example/none")
     operator = make_operator("--no-security", "--coordinator-address", fleet.address_template, *images)

@@ -11,7 +11,6 @@ import time
 from typing import Any
 
 import pytest
-from figures import percentile_ms
 from machine import scaled
 from soak import size
 
@@ -19,6 +18,8 @@ from megatron_runtime.inference_client import InferenceClient
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.transport.security import PeerKeys
+
+from .conftest import percentile_ms
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

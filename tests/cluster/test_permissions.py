@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
-from audit_log import AuditLog, Request
 from eventually import eventually
 from soak import SOAK
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.kinds import CHILD_KINDS, Kind, kind_of
 from megatron_operator.install import HOME_RULES, RESOURCE_RULES, Rule
+
+from .audit_log import AuditLog, Request
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

@@ -15,17 +15,18 @@ from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
-from audit_log import AuditLog
 from eventually import eventually
-from figures import percentile_ms
-from operator_process import OperatorProcess
-from played_fleet import PlayedFleet
 from soak import size
 
 from localcluster import LocalCluster
 from megatron_operator.cluster.api import KubeApi
 from megatron_operator.cluster.auth import load_configuration
 from megatron_operator.cluster.kinds import RESOURCE, SERVICE, kind_of
+
+from .audit_log import AuditLog
+from .conftest import percentile_ms
+from .operator_process import OperatorProcess
+from .ready_pods import ReadyPods
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -39,12 +40,12 @@ SETS = kind_of("apps/v1", "StatefulSet")
 
 
 @pytest.fixture
-async def fleet(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[PlayedFleet]:
+async def fleet(control_plane: LocalCluster, namespace: str, tmp_path: Path) -> AsyncIterator[ReadyPods]:
     configuration = await load_configuration(kubeconfig=control_plane.kubeconfig)
-    played = PlayedFleet(configuration, namespace=namespace, folder=tmp_path)
-    played.start()
-    yield played
-    await played.stop()
+    made = ReadyPods(configuration, namespace=namespace, folder=tmp_path)
+    made.start()
+    yield made
+    await made.stop()
 
 
 async def create(api: KubeApi, namespace: str, name: str) -> float:
@@ -68,7 +69,7 @@ async def create(api: KubeApi, namespace: str, name: str) -> float:
 async def test_many_resources_are_applied_watched_and_left_alone(
     api: KubeApi,
     namespace: str,
-    fleet: PlayedFleet,
+    fleet: ReadyPods,
     make_operator: Callable[..., OperatorProcess],
     control_plane: LocalCluster,
 ) -> None:

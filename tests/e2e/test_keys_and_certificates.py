@@ -14,12 +14,12 @@ import httpx
 import pytest
 import yaml
 from eventually import eventually
-from load_client import HEADING, LoadClient
 from soak import SOAK
 
 from localcluster.kubectl import Kubectl
 
 from .conftest import SAMPLE, deploy
+from .load_client import HEADING, LoadClient
 
 pytestmark = pytest.mark.skipif(not SOAK, reason="minutes of waiting for kubelets; `make soak` waits")
 KUBELET_SECONDS = 240.0

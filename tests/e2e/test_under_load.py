@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import yaml
-from load_client import HEADING, Disturbance, LoadClient
 from soak import SOAK
 
 from localcluster.kubectl import CommandError, Kubectl
 
 from .conftest import SAMPLE, deploy
+from .load_client import HEADING, Disturbance, LoadClient
 
 WORKERS, TOKENS = 3, 32
 INSTANCE = "app.kubernetes.io/instance=demo"

@@ -1,4 +1,4 @@
-"""Passes TCP on, and can hold back what goes to the server: bytes that a network delivers late."""
+"""A TCP relay on loopback that can hold back the bytes to the server, as a network that delivers late."""
 
 from __future__ import annotations
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import psutil
 import pytest
-import reckless_client
 import zmq
 from eventually import eventually
 from fleet import Fleet, Load, until_serving, until_status
@@ -31,7 +30,7 @@ async def test_what_a_client_that_vanishes_had_is_aborted_and_its_blocks_freed(f
     link = await fleet.admin()
     await until_serving(link, fleet.engines)
     arguments = (str(fleet.client_port), str(fleet.keys_dir), "100", "4000")
-    vanishing = await fleet.run_python(Path(reckless_client.__file__), *arguments)
+    vanishing = await fleet.run_python(Path(__file__).with_name("killed_client.py"), *arguments)
     assert vanishing.stdout is not None
     assert await asyncio.wait_for(vanishing.stdout.readline(), scaled(60)) == b"started\n"
     assert (await engine.metrics())["megatron_kv_cache_usage_perc"] > 0

@@ -5,7 +5,6 @@ import random
 from collections import Counter
 
 import pytest
-from fault_proxy import FaultProxy
 from fleet import until_status
 from machine import scaled
 from soak import FIRST_SEED, size
@@ -25,6 +24,8 @@ from megatron_runtime.protocol.lifecycle import TRANSITIONS
 from megatron_runtime.protocol.messages import Control, ControlAck, StatusReply
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+
+from .fault_proxy import FaultProxy
 
 RUNS = size(50, soak=1000)
 AT_ONCE = 8

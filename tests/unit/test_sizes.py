@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -17,3 +18,10 @@ def test_no_file_is_too_long_to_be_read_in_one_go(folder: str) -> None:
     assert lines, f"{folder}/ has no Python files: the test looks in the wrong place"
     too_long = {str(path.relative_to(ROOT)): count for path, count in lines.items() if count > MOST_LINES}
     assert not too_long, f"longer than {MOST_LINES} lines; say it in two: {too_long}"
+
+
+def test_the_reading_path_is_short() -> None:
+    page = ROOT / "docs" / "reading-path.md"
+    files = [page.parent / link for link in re.findall(r"\]\((\.\./[^)]+\.py)\)", page.read_text())]
+    assert len(files) > 20
+    assert sum(file.read_text().count("\n") for file in files) <= 8000

@@ -329,6 +329,17 @@ async def test_a_deadline_that_is_set_later_and_ends_earlier_fires_in_time() -> 
     assert latest.error is not None
 
 
+async def test_an_engine_is_told_the_time_that_is_left_of_a_deadline(stage, params) -> None:
+    coordinator = stage.coordinator()
+    client = await stage.client()
+    future = client.add_request([1], params(1), deadline_seconds=60.0)
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    await asyncio.sleep(0.1)
+    engine = await stage.engine()
+    await future
+    assert 0 < engine.dispatches[0].meta.deadline_ms <= 59_900
+
+
 async def test_who_waits_is_served_by_priority_and_then_by_arrival(stage, params) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()

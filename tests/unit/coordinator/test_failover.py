@@ -11,6 +11,7 @@ from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import (
+    Disconnect,
     Final,
     Heartbeat,
     Partial,
@@ -252,6 +253,20 @@ async def test_requests_of_a_client_that_leaves_are_aborted_at_the_engine(stage,
     assert engine.jobs == {}
 
 
+async def test_what_waits_takes_the_place_of_the_requests_of_a_client_that_leaves(stage, params) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine(step_seconds=None, max_requests=1)
+    leaving, staying = await stage.client(), await stage.client()
+    leaving.add_request([1], params(1))
+    await engine.until(lambda: engine.jobs)
+    future = staying.add_request([2], params(1))
+    await stage.until(lambda: len(coordinator.core.dispatcher.queue) == 1)
+    leaving._link.send(Disconnect(reason="test").to_frames())  # stop() would abort its request first
+    await engine.until(lambda: len(engine.dispatches) == 2)
+    engine.step()
+    assert (await future)["generated_tokens"] == echo_answer([2], 1)
+
+
 async def test_requests_of_a_client_that_dies_are_aborted_after_its_silence(stage, params) -> None:
     coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, client_dead=1.2, recovery=0.0))
     engine = await stage.engine(step_seconds=None)
@@ -394,6 +409,16 @@ async def test_recovery_waits_for_engines_it_heard_of(stage) -> None:
     coordinator.core.membership.recovery.heard_of((1, b"ghost"))
     await stage.until(lambda: coordinator.core.membership.recovery._settled)
     assert coordinator.core.verbs.state is CoordinatorState.RECOVERING
+
+
+async def test_recovery_ends_when_the_engine_it_heard_of_has_registered(stage) -> None:
+    coordinator = stage.coordinator(timing=Timing(heartbeat=0.05, recovery=3600.0, recovery_settle=3600.0))
+    engine = await stage.engine()
+    coordinator.core.membership.recovery.heard_of(coordinator.core.engines.named("engine-0").peer)
+    coordinator.core.membership.recovery.settle()
+    assert coordinator.core.verbs.state is CoordinatorState.RECOVERING
+    engine.say_hello()
+    await stage.until(lambda: coordinator.core.verbs.state is CoordinatorState.RUNNING)
 
 
 async def test_recovery_does_not_wait_for_ever(stage) -> None:

@@ -71,6 +71,35 @@ async def test_a_plain_client_is_served_by_an_engine_of_ours(stage, client) -> N
     assert reply["status"] == "COMPLETED"
 
 
+async def test_what_a_plain_client_asks_for_reaches_the_engine(stage, client) -> None:
+    engine = await stage.engine()
+    asked = {"seed": 7, "priority": 3, "cache_salt": "s", "streaming": True}
+    client.say(Header.SUBMIT_REQUEST, 0, [1], {**PARAMS, **asked}, None)
+    await engine.until(lambda: engine.dispatches)
+    meta = engine.dispatches[0].meta
+    assert (meta.seed, meta.priority, meta.cache_salt, meta.streaming) == (7, 3, "s", True)
+    client.say(Header.SUBMIT_REQUEST, 1, [1], {**PARAMS, "seed": -1, "priority": "high", "cache_salt": 5}, None)
+    await engine.until(lambda: len(engine.dispatches) == 2)
+    meta = engine.dispatches[1].meta
+    assert 0 <= meta.seed < 1 << 64
+    assert (meta.priority, meta.cache_salt, meta.streaming) == (0, "", False)
+
+
+async def test_what_a_plain_engine_says_of_its_answer_reaches_the_client(stage, plain, params) -> None:
+    stage.coordinator(single_port=True)
+    engine = plain(Role.ENGINE, identity=b"mp-coord-0")
+    engine.say()
+    client = await stage.client()
+    future = client.add_request([1, 2], params(2))
+    number = (await engine.hear())[1]
+    said = {"finish_reason": "length", "prompt_length": 2, "num_cached_tokens": 1, "generated_log_probs": [-0.5, -1.0]}
+    output = {"request_id": number, "generated_tokens": [5, 6], "status": "COMPLETED", **said}
+    engine.say(Header.ENGINE_REPLY, [output])
+    reply = await future
+    assert {key: reply[key] for key in said} == said
+    assert (reply["status"], reply["generated_tokens"], reply["generated_length"]) == ("COMPLETED", [5, 6], 2)
+
+
 async def test_plain_clients_are_bounded_in_number_like_others(stage, plain) -> None:
     coordinator = stage.coordinator(single_port=True, max_clients=1)
     first, second = plain(Role.CLIENT), plain(Role.CLIENT)
@@ -241,9 +270,10 @@ async def test_malformed_output_of_a_plain_engine_changes_nothing(stage, plain, 
     client = await stage.client()
     future = client.add_request([1], params(1))
     message = await engine.hear()
-    for broken in ("x", [1], [{"no": "id"}], [{"request_id": message[1], "generated_tokens": ["a"]}]):
+    tokens = [{"request_id": message[1], "generated_tokens": found} for found in (["a"], 7)]
+    for broken in ("x", [1], [{"no": "id"}], *([output] for output in tokens)):
         engine.say(Header.ENGINE_REPLY, broken)
-    await stage.until(lambda: coordinator.core.counters.rejected["malformed"] == 4)
+    await stage.until(lambda: coordinator.core.counters.rejected["malformed"] == 5)
     engine.say(*answer_as_engine([0, 12345], tokens=[1]))
     engine.say(*answer_as_engine(message, tokens=[9]))
     assert (await future)["generated_tokens"] == [9]

@@ -460,6 +460,32 @@ async def test_a_request_that_hangs_an_engine_and_then_ends_it_is_counted(fleet)
     asked.check()
 
 
+async def test_a_request_that_two_hung_engines_ended_with_is_tried_alone(fleet) -> None:
+    """It was taken from both engines while they were silent and runs on a third one, with another request, when the
+    second of them crashes."""
+    first, second, third = engines_of(fleet, 3)
+    asked = fleet.ask(1, tokens=900)
+    hung = []
+    for _ in range(2):
+        fleet.until(lambda: any(engine.jobs for engine in (first, second, third) if engine not in hung))
+        (engine,) = (engine for engine in (first, second, third) if engine.jobs and engine not in hung)
+        engine.silent = True
+        hung.append(engine)
+    (left,) = {first, second, third} - set(hung)
+    fleet.until(lambda: left.jobs)
+    other = fleet.ask(2, tokens=900)
+    fleet.until(lambda: len(left.jobs) == 2)
+    for engine in hung:
+        fleet.crash(engine)
+    assert fleet.core.counters.suspects == 1
+    fleet.turns(3)
+    assert [job.uid for job in left.jobs.values()] == [other.uid], "the suspect waits for an engine of its own"
+    fleet.engine("healthy")
+    fleet.finish()
+    asked.check()
+    other.check()
+
+
 async def test_suspects_are_tried_on_engines_of_their_model(fleet) -> None:
     one = fleet.ask(1, tokens=100, model="one")
     two = fleet.ask(2, tokens=100, model="two")

@@ -11,7 +11,7 @@ from megatron_runtime.coordinator.core.settings import RoutingPolicy, Timing
 from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
-from megatron_runtime.protocol.messages import Control
+from megatron_runtime.protocol.messages import Control, ControlAck
 from megatron_runtime.transport.control_link import ControlRefusedError
 
 H, S = Header, CoordinatorState
@@ -367,12 +367,35 @@ async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, co
     link = await stage.admin()
     answer = control(link, H.PAUSE, operation_id="pause", timeout_seconds=2)
     await first.until(lambda: first.controls)
-    late = await stage.engine("late")
+    late = await stage.engine("late", heartbeat_seconds=None)  # which would tell that it missed the outcome
     assert late.acks[0].state == S.PAUSED
     with pytest.raises(ControlRefusedError):
         await answer
     await late.until(lambda: late.acks[-1].state == S.RUNNING)
     assert first.commits == []
+
+
+async def test_an_answer_that_is_not_awaited_is_counted_and_changes_nothing(stage, control) -> None:
+    coordinator = stage.coordinator()
+    engine = await stage.engine()
+    link = await stage.admin()
+    await control(link, H.PAUSE)
+    assert coordinator.core.counters.stale == 0
+    engine.send(ControlAck(operation_id="of-another-time", ok=True, state=EngineState.PAUSED))
+    await stage.until(lambda: coordinator.core.counters.stale)
+    assert coordinator.core.verbs.state is S.PAUSED
+
+
+async def test_the_status_describes_every_engine(stage) -> None:
+    stage.coordinator()
+    await stage.engine("a", ranks=3, revision="r", epoch=4)
+    await stage.engine("b", serving=False, state=EngineState.PAUSED)
+    link = await stage.admin()
+    first, second = (await link.status()).engines
+    assert (first.name, first.state, first.serving, first.ranks) == ("a", EngineState.RUNNING, True, 3)
+    assert (first.revision, first.epoch, first.in_flight) == ("r", 4, 0)
+    assert (first.plain, first.draining, first.digest) == (False, False, "")
+    assert (second.name, second.state, second.serving) == ("b", EngineState.PAUSED, False)
 
 
 async def test_drain_waits_until_the_engine_is_idle_and_sends_it_nothing_more(stage, control, params) -> None:

@@ -159,6 +159,14 @@ def test_a_request_for_prompt_log_probs_does_not_read_the_cache() -> None:
     assert run(engine)[1].num_cached_tokens == 0
 
 
+def test_a_request_that_does_not_read_the_cache_does_not_wait_for_another_to_fill_it() -> None:
+    engine = make_engine()
+    add(engine, 0, PROMPT)
+    add(engine, 1, PROMPT, return_log_probs=True, skip_prompt_log_probs=False)
+    run(engine)
+    assert engine.stats().prefix_coordination_waits == 0
+
+
 def test_what_a_request_computed_itself_before_it_was_preempted_is_no_hit() -> None:
     engine = make_engine()
     add(engine, 0, PROMPT)

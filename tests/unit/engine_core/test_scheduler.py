@@ -1,5 +1,8 @@
 """The scheduler on the echo executor: an exact answer, whatever happens on the way."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -71,6 +74,24 @@ def test_memory_pressure_preempts_and_nothing_is_sampled_twice() -> None:
     answers = run(engine)
     assert engine.stats().preemptions > 0
     assert answers == {index: echo_answer([index + 1] * 8, 40) for index in range(6)}
+
+
+def test_a_request_whose_grammar_is_not_ready_sits_out_the_step_and_no_other_does() -> None:
+    engine = make_engine()
+    for index in range(2):
+        engine.add_request(request(index, [1, 2, 3]))
+    engine.step()
+    scheduler = engine._scheduler
+    grammar: Any = SimpleNamespace(is_ready=False)
+    scheduler.open[0].grammar = grammar
+
+    def scheduled() -> list[int]:
+        rows = scheduler.schedule(now=0.0, epoch=0)
+        return [] if rows is None else [row.request_id for row in rows.requests]
+
+    assert scheduled() == [1]
+    grammar.is_ready = True
+    assert scheduled() == [0, 1]
 
 
 def test_a_long_prompt_does_not_hold_up_decodes() -> None:

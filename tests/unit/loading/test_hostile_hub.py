@@ -10,7 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
-from small_hub import SmallHub
+from fake_hub import FakeHub
 
 from megatron_runtime.checkpoints.hub import client as hub_api
 from megatron_runtime.checkpoints.hub.client import (
@@ -31,13 +31,13 @@ FILES = {"config.json": b'{"a": 1}', "sub/model.safetensors": bytes(1000)}
 
 
 @pytest.fixture
-def hub() -> Iterator[SmallHub]:
-    with SmallHub(dict(FILES)).running() as running:
+def hub() -> Iterator[FakeHub]:
+    with FakeHub(dict(FILES)).running() as running:
         yield running
 
 
 @pytest.fixture
-def home(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def home(hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("HF_ENDPOINT", hub.url)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     return tmp_path / "home"
@@ -46,7 +46,7 @@ def home(hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
 ENTRY = {"rfilename": "config.json", "size": 8, "blobId": "b" * 40}
 
 
-def get(hub: SmallHub, directory: Path, **options: Any) -> None:
+def get(hub: FakeHub, directory: Path, **options: Any) -> None:
     api = HubApi(endpoint=hub.url, **options)
     try:
         fetch(MAIN, directory, api=api, wait=lambda seconds: None)
@@ -59,7 +59,7 @@ def everything_below(directory: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("sha", ["../../../evil", "/tmp/evil"])
-def test_a_commit_that_is_none_becomes_no_path(sha: str, hub: SmallHub, home: Path, tmp_path: Path) -> None:
+def test_a_commit_that_is_none_becomes_no_path(sha: str, hub: FakeHub, home: Path, tmp_path: Path) -> None:
     hub.list_body = json.dumps({**hub.listing(), "sha": sha}).encode()
     with pytest.raises(HubError, match=r"with sha .*: want 40 or 64 lowercase hexadecimal digits") as refused:
         model_directory("hf:org/name")
@@ -78,7 +78,7 @@ def test_a_commit_is_hexadecimal_digits(sha: Any) -> None:
     assert str(refused.value).isprintable()
 
 
-def test_another_commit_than_was_named_is_refused(hub: SmallHub, home: Path) -> None:
+def test_another_commit_than_was_named_is_refused(hub: FakeHub, home: Path) -> None:
     wanted = "d" * 40
     hub.list_body = json.dumps(hub.listing()).encode()
     hub.branch = wanted
@@ -86,7 +86,7 @@ def test_another_commit_than_was_named_is_refused(hub: SmallHub, home: Path) -> 
         model_directory(f"hf:org/name@{wanted}")
 
 
-def test_a_commit_of_sha256_is_one(hub: SmallHub, home: Path) -> None:
+def test_a_commit_of_sha256_is_one(hub: FakeHub, home: Path) -> None:
     hub.commit = "e" * 64
     assert model_directory("hf:org/name").name == "e" * 64
     asked = hub.listed
@@ -160,7 +160,7 @@ def test_a_list_that_is_none_is_refused(body: bytes) -> None:
         (["SUB", "sub/config.json"], "its directory 'sub' as a file"),
     ],
 )
-def test_names_that_are_one_on_some_file_systems(names: list[str], said: str, hub: SmallHub, tmp_path: Path) -> None:
+def test_names_that_are_one_on_some_file_systems(names: list[str], said: str, hub: FakeHub, tmp_path: Path) -> None:
     entries = [{**ENTRY, "rfilename": name} for name in names]
     hub.list_body = json.dumps({"sha": "c" * 40, "siblings": entries}).encode()
     with pytest.raises(HubError, match=said):
@@ -168,20 +168,20 @@ def test_names_that_are_one_on_some_file_systems(names: list[str], said: str, hu
     assert everything_below(tmp_path) == {"in", "in/.megatron-lock"}
 
 
-def test_our_own_files_are_not_written_in_another_case(hub: SmallHub, tmp_path: Path) -> None:
+def test_our_own_files_are_not_written_in_another_case(hub: FakeHub, tmp_path: Path) -> None:
     hub.files[".Megatron-Manifest.json"] = b"{}"
     get(hub, tmp_path)
     assert ".Megatron-Manifest.json" not in everything_below(tmp_path)
 
 
-def test_a_long_name_in_many_directories_is_fetched(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_long_name_in_many_directories_is_fetched(hub: FakeHub, tmp_path: Path) -> None:
     name = "/".join(["d" * 200] * 4 + ["model.safetensors"])
     hub.files = {name: b"weights"}
     get(hub, tmp_path)
     assert (tmp_path / name).read_bytes() == b"weights"
 
 
-def test_a_directory_that_is_a_link_is_not_written_through(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_directory_that_is_a_link_is_not_written_through(hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "outside").mkdir()
     (tmp_path / "in" / "sub").symlink_to(tmp_path / "outside")
@@ -191,7 +191,7 @@ def test_a_directory_that_is_a_link_is_not_written_through(hub: SmallHub, tmp_pa
 
 
 @pytest.mark.parametrize("name", [".megatron-lock", f"{MANIFEST_FILE}.new"])
-def test_our_own_files_are_not_written_through_a_link(name: str, hub: SmallHub, tmp_path: Path) -> None:
+def test_our_own_files_are_not_written_through_a_link(name: str, hub: FakeHub, tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "outside").write_text("precious")
     (tmp_path / "in" / name).symlink_to(tmp_path / "outside")
@@ -200,7 +200,7 @@ def test_our_own_files_are_not_written_through_a_link(name: str, hub: SmallHub, 
     assert (tmp_path / "outside").read_text() == "precious"
 
 
-def test_a_partial_file_is_not_written_through_a_link(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_partial_file_is_not_written_through_a_link(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.cut_after = [3, 0, 0, 0, 0, 0]
     with pytest.raises(HubUnavailableError):
@@ -214,7 +214,7 @@ def test_a_partial_file_is_not_written_through_a_link(hub: SmallHub, tmp_path: P
     assert (tmp_path / "outside").read_text() == "precious"
 
 
-def test_a_cache_that_leads_elsewhere_is_not_used(hub: SmallHub, home: Path, tmp_path: Path) -> None:
+def test_a_cache_that_leads_elsewhere_is_not_used(hub: FakeHub, home: Path, tmp_path: Path) -> None:
     (home / "hub").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (home / "hub" / "models--org--name").symlink_to(tmp_path / "outside")
@@ -283,20 +283,20 @@ def test_an_endpoint_that_is_no_url() -> None:
         HubApi(endpoint="https://[::bad")
 
 
-def test_a_list_without_an_end_is_cut_off(hub: SmallHub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_list_without_an_end_is_cut_off(hub: FakeHub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_api, "MAX_LISTING_BYTES", 4 << 20)
     hub.list_forever = True
     with pytest.raises(HubError, match=f"in more than {4 << 20} bytes"):
         HubApi(endpoint=hub.url).list(MAIN)
 
 
-def test_a_compressed_list_is_not_unpacked(hub: SmallHub) -> None:
+def test_a_compressed_list_is_not_unpacked(hub: FakeHub) -> None:
     hub.list_body, hub.list_headers = gzip.compress(bytes(50_000_000)), {"content-encoding": "gzip"}
     with pytest.raises(HubError, match="compresses its list of the files"):
         HubApi(endpoint=hub.url).list(MAIN)
 
 
-def test_a_list_that_takes_for_ever_is_given_up(hub: SmallHub) -> None:
+def test_a_list_that_takes_for_ever_is_given_up(hub: FakeHub) -> None:
     now = iter(range(0, 10**6, 61))
     hub.files = {f"{number}.json": b"{}" for number in range(5000)}
     with pytest.raises(HubUnavailableError, match="did not list the files of org/name@main within 120 s"):
@@ -310,7 +310,7 @@ def test_a_list_of_too_many_files_is_refused() -> None:
 
 
 def test_a_file_that_comes_by_the_byte_is_given_up(
-    hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    hub: FakeHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each connection brings a little and then ends: that is no progress."""
     hub.files = {"model.safetensors": bytes(1_000_000)}
@@ -350,7 +350,7 @@ def test_a_connection_that_trickles_is_broken_off(tmp_path: Path) -> None:
     assert api.opened == 6
 
 
-def test_what_the_hub_says_is_printed_without_control_characters(hub: SmallHub, tmp_path: Path) -> None:
+def test_what_the_hub_says_is_printed_without_control_characters(hub: FakeHub, tmp_path: Path) -> None:
     answer = httpx.Response(403, headers={"x-error-message": "\x1b[2Jno\x07" + "x" * 5000})
     with pytest.raises(HubError, match="403") as refused:
         transport(lambda request: answer, endpoint="https://hub.test").list(MAIN)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from fake_hub import FakeHub
 from random_checkpoint import LLAMA, random_tensors, write_model
-from small_hub import SmallHub
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.causes import find_cause
@@ -43,8 +43,8 @@ SIZE = len(FILES["model.safetensors"])
 
 
 @pytest.fixture
-def hub() -> Iterator[SmallHub]:
-    with SmallHub(dict(FILES)).running() as running:
+def hub() -> Iterator[FakeHub]:
+    with FakeHub(dict(FILES)).running() as running:
         yield running
 
 
@@ -53,7 +53,7 @@ def pauses() -> list[float]:
     return []
 
 
-def get(hub: SmallHub, directory: Path, pauses: list[float] | None = None, *, token: str | None = None) -> Manifest:
+def get(hub: FakeHub, directory: Path, pauses: list[float] | None = None, *, token: str | None = None) -> Manifest:
     api = HubApi(endpoint=hub.url, token=token)
     try:
         return fetch(MAIN, directory, api=api, wait=(pauses if pauses is not None else []).append)
@@ -66,14 +66,14 @@ def visible(directory: Path) -> dict[str, bytes]:
     return {name: path.read_bytes() for name, path in found.items() if not name.startswith(".megatron")}
 
 
-def test_the_files_of_a_model_come_and_no_others(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_files_of_a_model_come_and_no_others(hub: FakeHub, tmp_path: Path) -> None:
     manifest = get(hub, tmp_path)
     assert visible(tmp_path) == {name: FILES[name] for name in WANTED}
     assert (manifest.repository, manifest.commit, set(manifest.files)) == ("org/name", hub.commit, WANTED)
     assert verify_directory(tmp_path) == manifest == read_manifest(tmp_path)
 
 
-def test_a_broken_connection_goes_on_where_it_was(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_a_broken_connection_goes_on_where_it_was(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.cut_after = [100_000, 0, 200_000]
     get(hub, tmp_path, pauses)
@@ -83,7 +83,7 @@ def test_a_broken_connection_goes_on_where_it_was(hub: SmallHub, tmp_path: Path,
     assert pauses == [1.0, 2.0, 1.0]
 
 
-def test_a_server_without_ranges_is_read_past_what_is_there(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_server_without_ranges_is_read_past_what_is_there(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.ignores_range = True
     hub.cut_after = [100_001]
@@ -100,7 +100,7 @@ fetch(Reference("org/name"), Path(sys.argv[2]), api=HubApi(endpoint=sys.argv[1])
 """
 
 
-def test_what_a_killed_process_had_is_not_fetched_again(hub: SmallHub, tmp_path: Path) -> None:
+def test_what_a_killed_process_had_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {"model.safetensors": FILES["model.safetensors"]}
     hub.cut_after = [300_000]
     fetcher = subprocess.run(
@@ -113,7 +113,7 @@ def test_what_a_killed_process_had_is_not_fetched_again(hub: SmallHub, tmp_path:
     assert visible(tmp_path) == hub.files
 
 
-def test_what_is_there_is_not_fetched_again(hub: SmallHub, tmp_path: Path) -> None:
+def test_what_is_there_is_not_fetched_again(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     asked = len(hub.requests)
     get(hub, tmp_path)
@@ -123,7 +123,7 @@ def test_what_is_there_is_not_fetched_again(hub: SmallHub, tmp_path: Path) -> No
     assert [name for name, _ in hub.requests[asked:]] == ["config.json"]
 
 
-def test_another_commit_gets_what_changed(hub: SmallHub, tmp_path: Path) -> None:
+def test_another_commit_gets_what_changed(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     asked = len(hub.requests)
     hub.commit, hub.files["config.json"] = "d" * 40, b'{"a": 3}'
@@ -132,7 +132,7 @@ def test_another_commit_gets_what_changed(hub: SmallHub, tmp_path: Path) -> None
     assert (tmp_path / "config.json").read_bytes() == b'{"a": 3}'
 
 
-def test_what_a_revision_has_no_more_goes(hub: SmallHub, tmp_path: Path) -> None:
+def test_what_a_revision_has_no_more_goes(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     (tmp_path / "mine.txt").write_text("mine")
     hub.commit = "d" * 40
@@ -141,7 +141,7 @@ def test_what_a_revision_has_no_more_goes(hub: SmallHub, tmp_path: Path) -> None
     assert visible(tmp_path).keys() == WANTED - {"model.safetensors"} | {"model-00001-of-00001.safetensors", "mine.txt"}
 
 
-def test_two_repositories_do_not_share_a_directory(hub: SmallHub, tmp_path: Path) -> None:
+def test_two_repositories_do_not_share_a_directory(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     hub.repository = "org/other"
     with pytest.raises(HubError, match="holds files of org/name: name another directory for org/other@main"):
@@ -149,7 +149,7 @@ def test_two_repositories_do_not_share_a_directory(hub: SmallHub, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: Path) -> None:
+def test_wrong_content_is_fetched_once_more(name: str, hub: FakeHub, tmp_path: Path) -> None:
     hub.damaged = {name: 1}
     get(hub, tmp_path)
     assert visible(tmp_path)[name] == FILES[name]
@@ -160,7 +160,7 @@ def test_wrong_content_is_fetched_once_more(name: str, hub: SmallHub, tmp_path: 
     assert not (tmp_path / name).exists()
 
 
-def test_no_more_is_taken_than_a_file_has(hub: SmallHub, tmp_path: Path) -> None:
+def test_no_more_is_taken_than_a_file_has(hub: FakeHub, tmp_path: Path) -> None:
     hub.files, hub.endless = {"config.json": FILES["config.json"]}, {"config.json"}
     told: list[int] = []
 
@@ -176,7 +176,7 @@ def test_no_more_is_taken_than_a_file_has(hub: SmallHub, tmp_path: Path) -> None
     assert sum(told) == 0
 
 
-def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(429, "7"), (503, ""), (429, "9999")]
     hub.list_statuses = [(429, "3")]
@@ -184,7 +184,7 @@ def test_a_hub_that_is_busy_is_asked_again_when_it_says(hub: SmallHub, tmp_path:
     assert pauses == [3.0, 7.0, 2.0, 60.0]
 
 
-def test_attempts_end(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> None:
+def test_attempts_end(hub: FakeHub, tmp_path: Path, pauses: list[float]) -> None:
     hub.files = {"config.json": FILES["config.json"]}
     hub.statuses = [(503, "")] * 6
     with pytest.raises(HubUnavailableError, match=r"0 of 8 bytes of config\.json are here: run this again to go on"):
@@ -192,7 +192,7 @@ def test_attempts_end(hub: SmallHub, tmp_path: Path, pauses: list[float]) -> Non
     assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0]
 
 
-def test_the_first_file_that_cannot_be_had_ends_the_others(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_first_file_that_cannot_be_had_ends_the_others(hub: FakeHub, tmp_path: Path) -> None:
     hub.files = {f"{number}.json": b"x" * 10_000_000 for number in range(3)} | {"wrong.json": b"yz" * 500}
     hub.damaged = {"wrong.json": 2}
     hub.trickling = {f"{number}.json" for number in range(3)}
@@ -207,7 +207,7 @@ def test_a_hub_that_is_not_there() -> None:
         api.list(MAIN)
 
 
-def test_a_private_repository_needs_its_token(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_private_repository_needs_its_token(hub: FakeHub, tmp_path: Path) -> None:
     hub.token = "secret"
     with pytest.raises(HubError, match=r"401 Unauthorized .*give a token"):
         get(hub, tmp_path)
@@ -217,9 +217,9 @@ def test_a_private_repository_needs_its_token(hub: SmallHub, tmp_path: Path) -> 
     assert visible(tmp_path).keys() == WANTED
 
 
-def test_the_token_stays_with_the_hub(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_token_stays_with_the_hub(hub: FakeHub, tmp_path: Path) -> None:
     """Large files come from another host."""
-    with SmallHub(dict(FILES)).running() as store:
+    with FakeHub(dict(FILES)).running() as store:
         hub.token, hub.elsewhere = "secret", store.url
         get(hub, tmp_path, token="secret")
         assert store.requests
@@ -227,7 +227,7 @@ def test_the_token_stays_with_the_hub(hub: SmallHub, tmp_path: Path) -> None:
     assert visible(tmp_path).keys() == WANTED
 
 
-def test_what_is_not_there_is_said(hub: SmallHub, tmp_path: Path) -> None:
+def test_what_is_not_there_is_said(hub: FakeHub, tmp_path: Path) -> None:
     api = HubApi(endpoint=hub.url)
     for reference in (Reference("org/other"), Reference("org/name", "v9")):
         with pytest.raises(HubError, match=f"repository not found: {reference}"):
@@ -236,14 +236,14 @@ def test_what_is_not_there_is_said(hub: SmallHub, tmp_path: Path) -> None:
         fetch(MAIN, tmp_path, api=api, include=["*.gguf"])
 
 
-def test_no_file_is_written_outside(hub: SmallHub, tmp_path: Path) -> None:
+def test_no_file_is_written_outside(hub: FakeHub, tmp_path: Path) -> None:
     hub.files["../evil"] = b"x"
     with pytest.raises(HubError, match=r"rfilename '\.\./evil': want a file name inside its directory"):
         get(hub, tmp_path / "in")
     assert not (tmp_path / "evil").exists()
 
 
-def test_a_repository_cannot_write_the_manifest(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_repository_cannot_write_the_manifest(hub: FakeHub, tmp_path: Path) -> None:
     hub.files[MANIFEST_FILE] = b"{}"
     manifest = get(hub, tmp_path)
     assert set(manifest.files) == WANTED
@@ -271,7 +271,7 @@ def test_references() -> None:
     assert default_model_name("hf:org/name@v1") == default_model_name("hf:org/name") == "name"
 
 
-def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: SmallHub) -> None:
+def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: FakeHub) -> None:
     hub.files = {
         "release/__0_0.distcp": b"1",
         "release/.metadata": b"2",
@@ -282,7 +282,7 @@ def test_files_of_a_distributed_checkpoint_are_kept_whole(hub: SmallHub) -> None
     assert len(choose(listing.files, ())) == 4
 
 
-def test_a_change_on_the_disk_is_found_and_named(hub: SmallHub, tmp_path: Path) -> None:
+def test_a_change_on_the_disk_is_found_and_named(hub: FakeHub, tmp_path: Path) -> None:
     get(hub, tmp_path)
     data = bytearray(FILES["model.safetensors"])
     data[500_000] ^= 1
@@ -295,7 +295,7 @@ def test_a_change_on_the_disk_is_found_and_named(hub: SmallHub, tmp_path: Path) 
     assert f"model.safetensors ({SIZE} bytes" in result.output
 
 
-def test_the_command_gets_and_checks(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_command_gets_and_checks(hub: FakeHub, tmp_path: Path) -> None:
     hub.token = "secret"
     (tmp_path / "token").write_text("secret\n")
     target = tmp_path / "model"
@@ -310,14 +310,14 @@ def test_the_command_gets_and_checks(hub: SmallHub, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[SmallHub]:
+def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A real model on a hub that processes find by the environment, as pods do."""
     model = write_model(tmp_path / "model", LLAMA, random_tensors(LLAMA))
     import tokenizers
 
     words = tokenizers.models.WordLevel({"a": 0, "b": 1, "<unk>": 2}, unk_token="<unk>")
     tokenizers.Tokenizer(words).save(str(model / "tokenizer.json"))
-    with SmallHub.of(model).running() as hub:
+    with FakeHub.of(model).running() as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         monkeypatch.setenv("HF_TOKEN", "from-a-secret")
@@ -325,7 +325,7 @@ def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Small
         yield hub
 
 
-def test_a_reference_is_a_model(model_hub: SmallHub) -> None:
+def test_a_reference_is_a_model(model_hub: FakeHub) -> None:
     source = resolve("hf:org/name@main")
     assert isinstance(source, SafetensorsSource)
     assert model_hub.commit in source.directory.parts
@@ -338,14 +338,14 @@ def test_a_reference_is_a_model(model_hub: SmallHub) -> None:
     assert model_hub.listed == 1
 
 
-def test_a_server_fetches_the_tokenizer_alone(model_hub: SmallHub) -> None:
+def test_a_server_fetches_the_tokenizer_alone(model_hub: FakeHub) -> None:
     assert load_tokenizer("hf:org/name").encode("a") == [0]
     assert "model.safetensors" not in {name for name, _ in model_hub.requests}
     resolve("hf:org/name")
     assert "model.safetensors" in {name for name, _ in model_hub.requests}
 
 
-def test_other_programs_find_the_model_in_the_cache(model_hub: SmallHub) -> None:
+def test_other_programs_find_the_model_in_the_cache(model_hub: FakeHub) -> None:
     from huggingface_hub import scan_cache_dir, snapshot_download
 
     load_tokenizer("hf:org/name")
@@ -359,7 +359,7 @@ def test_other_programs_find_the_model_in_the_cache(model_hub: SmallHub) -> None
     assert {file.file_name for file in revision.files} == set(model_hub.files)
 
 
-def test_contents_of_other_programs_are_verified_instead_of_transferred(model_hub: SmallHub) -> None:
+def test_contents_of_other_programs_are_verified_instead_of_transferred(model_hub: FakeHub) -> None:
     repository = hub_cache() / "models--org--name"
     (repository / "blobs").mkdir(parents=True)
     files = HubApi(token=model_hub.token).list(MAIN).files
@@ -375,7 +375,7 @@ def test_contents_of_other_programs_are_verified_instead_of_transferred(model_hu
     assert (source.location / "model.safetensors").read_bytes() == model_hub.files["model.safetensors"]
 
 
-def test_links_that_other_programs_deleted_are_created_again(model_hub: SmallHub) -> None:
+def test_links_that_other_programs_deleted_are_created_again(model_hub: FakeHub) -> None:
     source = resolve("hf:org/name")
     shutil.rmtree(source.location)
     asked = len(model_hub.requests)
@@ -384,13 +384,13 @@ def test_links_that_other_programs_deleted_are_created_again(model_hub: SmallHub
     assert set(visible(source.location)) == set(model_hub.files)
 
 
-def test_a_branch_that_leads_out_of_the_cache_is_rejected(model_hub: SmallHub) -> None:
+def test_a_branch_that_leads_out_of_the_cache_is_rejected(model_hub: FakeHub) -> None:
     with pytest.raises(UnsafeNameError, match=r"'refs/\.\./\.\./evil' has an empty part or one that is"):
         resolve("hf:org/name@../../evil")
     assert model_hub.listed == 0
 
 
-def test_processes_that_ask_at_once_fetch_once(model_hub: SmallHub) -> None:
+def test_processes_that_ask_at_once_fetch_once(model_hub: FakeHub) -> None:
     threads = [threading.Thread(target=resolve, args=("hf:org/name",)) for _ in range(4)]
     for thread in threads:
         thread.start()
@@ -400,14 +400,14 @@ def test_processes_that_ask_at_once_fetch_once(model_hub: SmallHub) -> None:
     assert len(names) == len(set(names)) == 3
 
 
-def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: SmallHub, tmp_path: Path) -> None:
+def test_a_repository_of_one_gguf_file_is_fetched_for_its_tokenizer(model_hub: FakeHub, tmp_path: Path) -> None:
     # The metadata is at its beginning.
     with resolve("builtin:smollm2-135m").location.open("rb") as gguf:
         model_hub.files = {"model-q4.gguf": gguf.read(8 << 20), "README.md": b"words"}
     assert load_tokenizer("hf:org/name").encode_chat([{"role": "user", "content": "x"}])
 
 
-def test_the_exit_code_says_whether_asking_again_may_help(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_exit_code_says_whether_asking_again_may_help(hub: FakeHub, tmp_path: Path) -> None:
     """A Job goes on after the one and ends with the other."""
     gone = CliRunner().invoke(main, ["fetch", "org/name", str(tmp_path), "--endpoint", "http://127.0.0.1:1"])
     assert gone.exit_code == 75
@@ -416,7 +416,7 @@ def test_the_exit_code_says_whether_asking_again_may_help(hub: SmallHub, tmp_pat
     assert refused.exit_code == 1
 
 
-def test_the_operator_knows_what_the_hub_said(hub: SmallHub, tmp_path: Path) -> None:
+def test_the_operator_knows_what_the_hub_said(hub: FakeHub, tmp_path: Path) -> None:
     """The last words of an engine or of a Job become a reason in the status."""
     hub.token = "secret"
     with pytest.raises(HubError) as refused:

@@ -21,7 +21,7 @@ from megatron_runtime.checkpoints.source import TorchDistSource, resolve
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.models.weights import load_weights
 
-SAVER = Path(__file__).parents[2] / "support" / "megatron_saver.py"
+SAVER = Path(__file__).with_name("megatron_saver.py")
 
 
 def same_bits(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:

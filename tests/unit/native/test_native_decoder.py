@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
-from native_models import PLAIN, STEPS, TRAITS, Sequences, caches, expected_logits, native, step
 
 from megatron_kernels.cpu.compiled import is_supported
+
+from .native_models import PLAIN, STEPS, TRAITS, Sequences, caches, expected_logits, native, step
 
 pytestmark = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

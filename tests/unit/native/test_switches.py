@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from native_models import PLAIN, STEPS, Sequences, caches, native, step
 
 from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.records import BFLOAT16, INT8
@@ -11,6 +10,8 @@ from megatron_kernels.cpu.tuning import TUNING_VARIABLE, Tuning, tuning
 from megatron_runtime.coordinator.scheduler_hints import request_short_slices
 from megatron_runtime.models.layers.cpu import select_numbers
 from megatron_runtime.models.layers.linear import Linear
+
+from .native_models import PLAIN, STEPS, Sequences, caches, native, step
 
 needs_native = pytest.mark.skipif(not is_supported(), reason="needs AVX2 and Linux")
 

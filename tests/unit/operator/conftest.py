@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from small_cluster import MINIMAL, Cluster
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.plan.world import World
 

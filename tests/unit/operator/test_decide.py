@@ -10,14 +10,22 @@ from datetime import timedelta
 from typing import Any
 
 import pytest
-from small_cluster import START
+from in_memory_cluster import START
 
 from megatron_operator.model.conditions import ConditionType, Reason
 from megatron_operator.model.states import CoordinatorState
 from megatron_operator.model.status import MegatronInferenceStatus
 from megatron_operator.plan.decide import decide, refuse_spec
 from megatron_operator.plan.status import condition
-from megatron_operator.plan.world import ApplyChild, ChildRef, DeletePods, EmitEvent, FailedRequestReport, Signal
+from megatron_operator.plan.world import (
+    ApplyChild,
+    ChildRef,
+    DeletePods,
+    EmitEvent,
+    FailedRequestReport,
+    Refusal,
+    Signal,
+)
 
 STATES = ("Running", "Paused", "Suspended", "Stopped")
 PATHS: dict[tuple[str, str], list[str]] = {
@@ -66,6 +74,10 @@ def test_a_new_resource_becomes_ready(make_cluster: Any) -> None:
     assert cluster.status["ready"] == "2/2"
     assert cluster.condition("Ready")["status"] == "True"
     assert cluster.condition("Ready")["reason"] == "Serving"
+    assert cluster.status["endpoint"] == "http://demo.default.svc/v1"
+    assert cluster.status["model"] == "demo"
+    assert (cluster.status["replicas"], cluster.status["readyReplicas"], cluster.status["updatedReplicas"]) == (2, 2, 2)
+    assert cluster.status["observedGeneration"] == cluster.generation
     assert "plan" not in cluster.status
     assert cluster.signals() == []
 
@@ -189,9 +201,31 @@ def test_a_failed_signal_is_retried_after_a_pause_under_a_new_id(make_cluster: A
     assert decision.reason == "SignalFailed"
     assert decision.requeue_after == pytest.approx(5.0)
     assert "rank 0 of demo-engine-0 said no" in cluster.condition("Degraded")["message"]
+    refused = Refusal("of-an-older-manifest", 422, "spec is wrong", cluster.now)
+    cluster.refusals[ChildRef("Service", "demo")] = refused
+    assert cluster.step().requeue_after == pytest.approx(5.0), "the first of what is due"
+    cluster.refusals.clear()
     cluster.settle()
     assert cluster.state == "Paused"
     assert len({signal.operation_id for signal in cluster.coordinator.begun}) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "kept"),
+    [(CoordinatorState.RUNNING, True), (CoordinatorState.RECOVERING, True), (CoordinatorState.SUSPENDED, False)],
+)
+def test_an_intent_that_was_not_sent_is_dropped_once_its_signal_is_not_legal(
+    make_cluster: Any, state: CoordinatorState, kept: bool
+) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.patch(desiredState="Stopped")
+    cluster.step()
+    intent = cluster.status["lifecycle"]["operationId"]
+    assert cluster.status["lifecycle"]["phase"] == "Pending"
+    cluster.coordinator.state = state
+    cluster.step()
+    assert (cluster.status["lifecycle"].get("operationId") == intent) is kept
 
 
 def test_a_drain_past_its_deadline_does_not_hold_up_a_stop(make_cluster: Any) -> None:
@@ -263,8 +297,11 @@ def test_release_pods_keeps_pods_until_suspend_is_confirmed(make_cluster: Any) -
     assert cluster.engine_pods() == []
     assert cluster.state == "Suspended"
     assert cluster.status["replicas"] == 0
+    assert [engine["state"] for engine in cluster.status["engines"]] == ["Released", "Released"]
     assert {ref.name for ref in cluster.objects if ref.kind == "Deployment"} == {"demo-coordinator", "demo-server"}
     cluster.patch(desiredState="Running")
+    cluster.step()
+    assert [engine["state"] for engine in cluster.status["engines"]] == ["Pending", "Pending"]
     cluster.settle()
     assert cluster.state == "Running"
     assert len(cluster.engine_pods()) == 2
@@ -286,6 +323,10 @@ def test_offload_keeps_pods_until_it_escalates(make_cluster: Any) -> None:
     decision = cluster.settle()
     assert cluster.engine_pods() != []
     assert 0 < decision.requeue_after <= 100
+    cluster.now += timedelta(seconds=decision.requeue_after - 0.5)
+    decision = cluster.step()
+    assert decision.requeue_after == pytest.approx(0.5)
+    assert cluster.engine_pods() != []
     cluster.now += timedelta(seconds=decision.requeue_after)
     cluster.settle()
     assert cluster.engine_pods() == []
@@ -628,6 +669,7 @@ def test_pods_that_cannot_be_made_are_explained(make_cluster: Any, said: str, re
 def test_a_template_that_cannot_be_merged_names_its_field(make_cluster: Any) -> None:
     cluster = make_cluster(engine={"podTemplate": {"spec": {"containers": [{"image": "x"}]}}})
     cluster.settle()
+    assert cluster.step().requeue_after == 60.0
     assert cluster.condition("Ready")["reason"] == "InvalidPodTemplate"
     assert "spec.engine.podTemplate.spec.containers[0]" in cluster.condition("Ready")["message"]
 
@@ -670,6 +712,32 @@ def test_an_object_of_another_owner_is_never_touched(make_cluster: Any, version:
     del cluster.objects[ref]
     cluster.settle()
     assert cluster.state == "Running"
+
+
+def test_a_statefulset_that_is_being_deleted_is_not_applied(make_cluster: Any) -> None:
+    cluster = make_cluster(lifecycle={"suspend": {"level": "ReleasePods"}}, desiredState="Suspended")
+    cluster.settle()
+    ref = ChildRef("StatefulSet", "demo-engine-0", "apps/v1")
+    cluster.objects[ref]["metadata"]["deletionTimestamp"] = "2026-01-01T00:00:00Z"
+    cluster.patch(desiredState="Running")
+    for _ in range(3):
+        applied = [action.ref for action in cluster.step().actions if isinstance(action, ApplyChild)]
+        assert ref not in applied
+        cluster.tick()
+    del cluster.objects[ref]
+    cluster.settle()
+    assert cluster.state == "Running"
+
+
+def test_an_engine_that_cannot_be_rendered_is_created_without_pods(make_cluster: Any) -> None:
+    cluster = make_cluster(
+        lifecycle={"suspend": {"level": "ReleasePods"}},
+        desiredState="Suspended",
+        engine={"podTemplate": {"spec": {"containers": "x"}}},
+    )
+    cluster.settle()
+    assert cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]["spec"]["replicas"] == 0
+    assert cluster.state == "Suspended"
 
 
 def test_a_crashing_engine_is_diagnosed_and_given_up(make_cluster: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -64,6 +65,11 @@ def test_a_crash_names_its_rank_exit_code_and_last_words() -> None:
     assert found is not None
     for words in ("demo-engine-0-1", "node rank 1 of demo-engine-0", "exit code 3", "3 restarts", "bad header"):
         assert words in found[1]
+
+
+@pytest.mark.parametrize("is_over", [{"ready": True}, {"deleting": True}])
+def test_a_pod_that_recovered_or_is_deleted_has_no_diagnosis(is_over: dict[str, bool]) -> None:
+    assert diagnose(replace(crashed("Segmentation fault", 139), **is_over)) is None
 
 
 def test_what_an_engine_writes_as_json_is_read_as_such() -> None:

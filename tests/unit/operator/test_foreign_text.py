@@ -15,8 +15,8 @@ import pytest
 from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
+from in_memory_cluster import MINIMAL, Cluster
 from prometheus_client import generate_latest
-from small_cluster import MINIMAL, Cluster
 
 import megatron_operator
 from megatron_operator.cli import main
@@ -27,6 +27,7 @@ from megatron_operator.explain import causes, explanation
 from megatron_operator.model.states import OperationOutcome, SignalKind
 from megatron_operator.model.text import printable, printable_data
 from megatron_operator.plan.decide import decide, refuse_spec
+from megatron_operator.plan.quoting import NOT_QUOTED
 from megatron_operator.plan.world import (
     CanaryReport,
     ChildRef,
@@ -355,3 +356,8 @@ def test_what_a_foreign_image_tells_its_coordinator_is_quoted_only_where_listed(
     status = {**cluster.status, "engines": entries, "lifecycle": {**cluster.status["lifecycle"], **operation}}
     decision = decide(replace(world, coordinator=coordinator, resource=replace(world.resource, status=status)))
     assert (SECRET in repr(decision)) is listed
+    (entry,) = decision.status["engines"]
+    assert entry["canaryMessage"] == (SECRET if listed else NOT_QUOTED)
+    status = {**cluster.status, "lifecycle": {**cluster.status["lifecycle"], **operation}}
+    decision = decide(replace(world, coordinator=coordinator, resource=replace(world.resource, status=status)))
+    assert decision.status["lifecycle"]["message"] == (SECRET if listed else NOT_QUOTED)

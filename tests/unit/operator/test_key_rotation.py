@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import zmq
-from small_cluster import MINIMAL, Cluster
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.model.states import KeyStage
 from megatron_operator.plan.decide import decide

@@ -11,8 +11,7 @@ import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pod_security import violations as restricted_violations
-from small_cluster import MINIMAL, Cluster
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.model.pod_policy import PodPolicy, Switch, in_repositories, repository_of
 from megatron_operator.model.resource import parse_spec
@@ -20,6 +19,8 @@ from megatron_operator.model.settings import Settings
 from megatron_operator.plan.world import ChildRef
 from megatron_operator.render.children import all_children
 from megatron_operator.render.context import InvalidPodTemplate, NotAllowed, RenderContext
+
+from .pod_security import violations as restricted_violations
 
 ROOT = Path(__file__).parents[3]
 GOLDEN = sorted((Path(__file__).parent / "golden").glob("*.yaml"))

@@ -41,6 +41,8 @@ def test_a_pod_is_reduced_to_what_decisions_need() -> None:
     assert view.ready
     assert not view.deleting
     assert view.created_at is not None
+    assert (view.reason, view.message, view.ended, view.image) == ("", "", "", "")
+    assert (view.exit_code, view.exit_reason, view.last_message) == (None, "", "")
     assert diagnose(view) is None
 
 

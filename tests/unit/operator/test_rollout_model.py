@@ -1,20 +1,256 @@
-"""The rollout planner over every state it can meet, and planners with the mistakes of others, which must be caught.
+"""The rollout planner in every reachable state of a small model; planners with known mistakes must be caught.
 
-`make soak` goes through a million states of four engines; here the search of the larger systems ends earlier.
+`explore` visits every state that can be reached from a settled resource and checks each step of the planner there.
+`make soak` visits a million states of four engines; otherwise the search of the larger systems stops earlier.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
-from rollout_model import Model, Violation, explore, without
+from soak import size
 
-from megatron_operator.plan.rollout import Canary, Drain, EngineFacts, Replace, Step, next_step
+from megatron_operator.plan.rollout import Canary, Drain, EngineFacts, Finished, Halt, Replace, Step, next_step
 
-LIMIT = 1_000_000 if os.environ.get("MEGATRON_SOAK") else 15_000
+LIMIT = size(15_000, soak=1_000_000)
+Planner = Callable[..., Step]
+NONE, PENDING, PASSED, FAILED = 0, 1, 2, 3
+CANARY = (Canary.NONE, Canary.PENDING, Canary.PASSED, Canary.FAILED)
+GONE = -1
+
+
+class Engine(NamedTuple):
+    """`template` and `pod` are revisions; `pod` is GONE while the StatefulSet re-creates it."""
+
+    template: int
+    pod: int
+    serving: bool
+    draining: bool
+    canary: int
+
+
+class State(NamedTuple):
+    wanted: int
+    engines: tuple[Engine, ...]
+    drain: tuple[int, bool] | None
+    """The engine of the recorded DRAIN, and whether the DRAIN is complete."""
+
+
+class Violation(AssertionError):
+    """A planner broke an invariant."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A rollout as a finite system: engines, their pods and canaries, an operator that may crash, and user edits.
+
+    It leaves out what the planner cannot observe, so that all states can be visited.
+    """
+
+    planner: Planner
+    revisions: int
+    max_unavailable: int
+    sizes: tuple[int, ...]
+    """Numbers of engines that a user may scale to; the first is the initial one."""
+
+    def settled(self) -> State:
+        engine = Engine(0, 0, True, False, NONE)
+        return State(0, (engine,) * self.sizes[0], None)
+
+    def facts(self, state: State) -> list[EngineFacts]:
+        return [
+            EngineFacts(
+                name=str(index),
+                current=engine.template == state.wanted,
+                leftover=engine.template == state.wanted and engine.pod not in (GONE, engine.template),
+                serving=self.is_serving(state, engine),
+                draining=engine.draining,
+                drained=not engine.serving or (engine.draining and state.drain == (index, True)),
+                canary=CANARY[engine.canary],
+            )
+            for index, engine in enumerate(state.engines)
+        ]
+
+    # --- the operator ---
+
+    def step(self, state: State) -> tuple[Step | None, State]:
+        """One pass. None: an operation is open, or an obsolete drain is undone."""
+        if state.drain is not None and not state.drain[1]:
+            return None, state
+        undone = self._undrain(state)
+        if undone is not None:
+            return None, undone
+        found = self.planner(self.facts(state), max_unavailable=self.max_unavailable, running=True)
+        return found, self._act(state, found)
+
+    def _undrain(self, state: State) -> State | None:
+        for index, engine in enumerate(state.engines):
+            right = engine.template == engine.pod == state.wanted and engine.canary != FAILED
+            if engine.serving and engine.draining and right:
+                return _with(state, index, _lost(engine))._replace(drain=None)
+        return None
+
+    def _act(self, state: State, step: Step) -> State:
+        match step:
+            case Replace(names):
+                for name in names:
+                    state = _with(state, int(name), _replaced(state.engines[int(name)], state.wanted, pods=True))
+                return state._replace(drain=None)
+            case Drain(name) | Halt(name, drain=True):
+                engine = state.engines[int(name)]
+                return _with(state, int(name), engine._replace(draining=engine.serving))._replace(
+                    drain=(int(name), False)
+                )
+            case _:
+                return state
+
+    # --- the environment ---
+
+    def progress(self, state: State) -> Iterator[State]:
+        """State changes that happen without the operator."""
+        if state.drain is not None and not state.drain[1]:
+            yield state._replace(drain=(state.drain[0], True))
+        for index, engine in enumerate(state.engines):
+            if engine.pod == GONE or not engine.serving:
+                up = Engine(engine.template, engine.template, True, False, engine.canary)
+                yield _with(state, index, up)
+            elif engine.canary == PENDING and engine.template == engine.pod == state.wanted:
+                yield _with(state, index, engine._replace(canary=PASSED))
+
+    def trouble(self, state: State) -> Iterator[State]:
+        """Changes that users, nodes and crashes may cause at any moment."""
+        for revision in range(self.revisions):
+            if revision != state.wanted:
+                yield state._replace(wanted=revision)
+        for count in self.sizes:
+            if count < len(state.engines):
+                kept = state.drain if state.drain is None or state.drain[0] < count else None
+                yield state._replace(engines=state.engines[:count], drain=kept)
+            elif count > len(state.engines):
+                added = (Engine(state.wanted, GONE, False, False, NONE),) * (count - len(state.engines))
+                yield state._replace(engines=state.engines + added)
+        for index, engine in enumerate(state.engines):
+            if engine.pod != GONE:
+                yield _with(state, index, _lost(engine))
+            if engine.serving:
+                yield _with(state, index, engine._replace(serving=False, draining=False))
+            if engine.canary == PENDING and engine.serving and engine.template == engine.pod == state.wanted:
+                yield _with(state, index, engine._replace(canary=FAILED))
+        yield from self._crashes(state)
+
+    def _crashes(self, state: State) -> Iterator[State]:
+        """The operator dies after it persisted its decision, before or while it acts on it."""
+        step, _ = self.step(state)
+        if not isinstance(step, Replace):
+            return
+        yield state._replace(drain=None)
+        for name in step.names:
+            half = _replaced(state.engines[int(name)], state.wanted, pods=False)
+            yield _with(state, int(name), half)._replace(drain=None)
+
+    # --- the invariants ---
+
+    def is_serving(self, state: State, engine: Engine) -> bool:
+        """A process of an earlier revision does not count as serving the wanted revision."""
+        return engine.serving and (engine.template != state.wanted or engine.pod == engine.template)
+
+    def is_available(self, state: State, engine: Engine) -> bool:
+        return self.is_serving(state, engine) and not engine.draining
+
+    def is_unproven(self, state: State, engine: Engine) -> bool:
+        """It has the wanted template but has not proved that this revision works. Independent of the planner."""
+        if engine.template != state.wanted:
+            return False
+        has_old_pod = engine.pod not in (GONE, engine.template)
+        return has_old_pod or not self.is_serving(state, engine) or engine.canary in (PENDING, FAILED)
+
+    def check(self, before: State, step: Step | None, after: State) -> None:
+        if step is None:
+            return
+        facts = self.facts(before)
+        floor = len(facts) - self.max_unavailable
+        left = sum(self.is_available(after, engine) for engine in after.engines)
+        had = sum(self.is_available(before, engine) for engine in before.engines)
+        wrong_one = isinstance(step, Halt)
+        _hold(left >= min(had, floor) or wrong_one, "capacity was taken below replicas - maxUnavailable", before, step)
+        if not isinstance(step, Replace):
+            return
+        for name in step.names:
+            fact, engine = facts[int(name)], before.engines[int(name)]
+            _hold(not fact.current or fact.leftover, "an engine of the wanted revision was touched", before, step)
+            idle = not engine.serving or (engine.draining and fact.drained) or fact.leftover
+            _hold(idle, "a serving engine lost its pods", before, step)
+        given = sum(before.engines[int(name)].template != before.wanted for name in step.names)
+        unproven = sum(self.is_unproven(before, engine) for engine in before.engines)
+        current = sum(engine.template == before.wanted for engine in before.engines)
+        proven = current > unproven
+        spreads = given and not proven and unproven + given > self.max_unavailable
+        _hold(not spreads, "an unproven revision spread", before, step)
+
+    def ends(self, state: State, *, known: set[State]) -> None:
+        """Without further changes, the rollout ends: every engine has the wanted revision, or it halts at a bad one."""
+        path: list[State] = []
+        seen: set[State] = set()
+        while state not in known:
+            if state in seen:
+                raise Violation(f"no end: {state}")
+            path.append(state)
+            seen.add(state)
+            moved = next(self.progress(state), None)
+            if moved is None:
+                step, moved = self.step(state)
+                if moved == state:
+                    done = isinstance(step, Finished) and all(e.template == state.wanted for e in state.engines)
+                    _hold(done or isinstance(step, Halt), "the rollout waits forever", state, step)
+                    break
+            state = moved
+        known.update(path)
+
+
+def _hold(condition: bool, what: str, state: State, step: Step | None) -> None:
+    if not condition:
+        raise Violation(f"{what}: {step} in {state}")
+
+
+def _with(state: State, index: int, engine: Engine) -> State:
+    return state._replace(engines=(*state.engines[:index], engine, *state.engines[index + 1 :]))
+
+
+def _lost(engine: Engine) -> Engine:
+    return engine._replace(pod=GONE, serving=False, draining=False)
+
+
+def _replaced(engine: Engine, revision: int, *, pods: bool) -> Engine:
+    """A changed template requires a new canary; without its old pods the engine does not serve."""
+    canary = PENDING if engine.template != revision else engine.canary
+    changed = engine._replace(template=revision, canary=canary)
+    return _lost(changed) if pods else changed
+
+
+def explore(model: Model, *, limit: int | None = None) -> int:
+    """Visit every reachable state, breadth first; the number of states.
+
+    Raises:
+        Violation: naming the invariant, the step and the state.
+    """
+    start = model.settled()
+    seen = {start}
+    ended: set[State] = set()
+    queue = deque([start])
+    while queue:
+        state = queue.popleft()
+        step, after = model.step(state)
+        model.check(state, step, after)
+        model.ends(state, known=ended)
+        for following in (after, *model.progress(state), *model.trouble(state)):
+            if following not in seen and (limit is None or len(seen) < limit):
+                seen.add(following)
+                queue.append(following)
+    return len(seen)
 
 
 @pytest.mark.parametrize(
@@ -34,7 +270,7 @@ Facts = Sequence[EngineFacts]
 
 
 def rolls_the_serving_generation_on_revert(engines: Facts, **options: Any) -> Step:
-    """Forgets that an engine may already have the wanted revision when edits are taken back."""
+    """Ignores that an engine may already have the wanted revision when an edit is reverted."""
     step = next_step(engines, **options)
     touched = any(not engine.current for engine in engines) and all(engine.serving for engine in engines)
     current = [engine for engine in engines if engine.current and engine.drained]
@@ -42,7 +278,7 @@ def rolls_the_serving_generation_on_revert(engines: Facts, **options: Any) -> St
 
 
 def counts_ready_instead_of_routed(engines: Facts, **options: Any) -> Step:
-    """Takes the next engine although the one before has pods but no route yet."""
+    """Drains the next engine although the previous one has pods but no route yet."""
     outdated = [engine for engine in engines if not engine.current and engine.serving and not engine.draining]
     step = next_step(engines, **options)
     return Drain(outdated[-1].name) if outdated and not isinstance(step, Replace | Drain) else step
@@ -63,26 +299,26 @@ def does_not_wait_for_the_canary(engines: Facts, **options: Any) -> Step:
     believed = [*engines]
     for index, engine in enumerate(engines):
         if engine.canary in (Canary.PENDING, Canary.FAILED):
-            (believed[index],) = without([engine], canary=Canary.PASSED)
+            believed[index] = replace(engine, canary=Canary.PASSED)
     return next_step(believed, **options)
 
 
 def forgets_pods_of_the_revision_before(engines: Facts, **options: Any) -> Step:
     """An operator that died between the template and the pods never deletes the pods."""
-    return next_step(without(engines, leftover=False), **options)
+    return next_step([replace(engine, leftover=False) for engine in engines], **options)
 
 
-def remembers_a_drain_for_ever(engines: Facts, **options: Any) -> Step:
-    """Believes an engine drained that was started anew since."""
+def remembers_a_drain_forever(engines: Facts, **options: Any) -> Step:
+    """Believes that an engine is still drained after a restart."""
     believed = [*engines]
     for index, engine in enumerate(engines):
         if not engine.current and engine.serving and not engine.draining:
-            (believed[index],) = without([engine], drained=True)
+            believed[index] = replace(engine, drained=True)
     return next_step(believed, **options)
 
 
 def waits_for_a_lost_drain(engines: Facts, **options: Any) -> Step:
-    """An operator that died after a DRAIN was over waits for it for ever."""
+    """An operator that died after a DRAIN was complete waits for it forever."""
     step = next_step(engines, **options)
     named = {engine.name: engine for engine in engines}
     if isinstance(step, Drain) and named[step.name].draining:
@@ -103,10 +339,10 @@ def _forgets_the_failed(engine: EngineFacts) -> bool:
 
 
 @pytest.mark.parametrize("unproven", [_forgets_the_down, _forgets_the_pending, _forgets_the_failed])
-def test_the_search_knows_by_itself_which_engines_are_unproven(
+def test_the_search_computes_unproven_engines_independently_of_the_planner(
     monkeypatch: pytest.MonkeyPatch, unproven: Callable[[EngineFacts], bool]
 ) -> None:
-    """What the planner says of its own facts is not taken for the truth."""
+    """The search does not trust the `unproven` property of the planner's facts."""
     monkeypatch.setattr(EngineFacts, "unproven", property(unproven))
     with pytest.raises(Violation, match="an unproven revision spread"):
         explore(Model(next_step, revisions=3, max_unavailable=1, sizes=(3, 2)), limit=30_000)
@@ -121,7 +357,7 @@ def test_the_search_knows_by_itself_which_engines_are_unproven(
         restarts_whatever_is_down,
         does_not_wait_for_the_canary,
         forgets_pods_of_the_revision_before,
-        remembers_a_drain_for_ever,
+        remembers_a_drain_forever,
         waits_for_a_lost_drain,
     ],
     ids=lambda planner: planner.__name__,

@@ -7,8 +7,9 @@ import os
 from typing import Any
 
 import pytest
-from small_cluster import MINIMAL, Cluster
-from small_operator import DirectLink, KilledError, PlayedApi, Points, Watch, new_operator
+from in_memory_cluster import MINIMAL, Cluster
+
+from .operator_task import DirectLink, InMemoryApi, KilledError, Points, Watch, new_operator
 
 LIFE: tuple[dict[str, Any], ...] = (
     {},
@@ -26,7 +27,7 @@ STRIDE = 1 if os.environ.get("MEGATRON_SOAK") else 19
 async def live(points: Points) -> Cluster:
     """One life; a process that ends is followed by another with a higher term."""
     cluster = Cluster({**copy.deepcopy(MINIMAL), "replicas": 2}, security=False)
-    api = PlayedApi(cluster)
+    api = InMemoryApi(cluster)
     watch = Watch(api)
     term = 1
     watch.show()

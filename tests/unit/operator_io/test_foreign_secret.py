@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from small_cluster import MINIMAL, OWNER_UID, Cluster
-from small_operator import DirectLink, Leader
+from in_memory_cluster import MINIMAL, OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import Index, ResourceCache
 from megatron_operator.cluster.events import Recorder
@@ -24,6 +23,8 @@ from megatron_operator.plan.decide import decide
 from megatron_operator.plan.world import ChildRef, CreateKeys, Decision, RotateKeys
 from megatron_operator.render.context import RenderContext
 from megatron_operator.render.keys import keys_secret
+
+from .operator_task import DirectLink, Leader
 
 SECRET = ("Secret", "default", "demo-keys")
 REF = ChildRef("Secret", "demo-keys")

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from eventually import LONG_SECONDS
 from hostile_coordinator import ANSWERS, HIGHEST, HostileCoordinator, reply
-from lossy_link import CoordinatorPort, LossyLink
-from small_cluster import MINIMAL, Cluster
-from small_operator import Leader, PlayedApi, Watch, new_operator
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.link.connection import MAX_MESSAGES_A_SECOND, CoordinatorLink, LinkTimings
 from megatron_operator.link.snapshot import printable
 from megatron_operator.plan.world import CoordinatorSnapshot
+
+from .lossy_link import CoordinatorPort, LossyLink
+from .operator_task import InMemoryApi, Leader, Watch, new_operator
 
 FAST = LinkTimings(
     hello_retry=0.02,
@@ -50,7 +51,7 @@ class Tenant:
 
     def __init__(self, leader: Leader, make_link: Callable[[asyncio.Event, Cluster], Any], address: str = "") -> None:
         self.cluster = Cluster(copy.deepcopy(MINIMAL), security=False)
-        self.api = PlayedApi(self.cluster)
+        self.api = InMemoryApi(self.cluster)
         self.watch = Watch(self.api)
         self.watch.show()
         woken = asyncio.Event()

@@ -11,7 +11,7 @@ import msgpack
 import pytest
 import zmq
 from eventually import LONG_SECONDS
-from small_cluster import MINIMAL, Cluster
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator.link.address import AddressTemplateError, service_address, template_resolver
 from megatron_operator.link.canary import judge, new_canary

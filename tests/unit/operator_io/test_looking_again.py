@@ -5,14 +5,15 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
-from small_cluster import OWNER_UID, Cluster
-from small_operator import DirectLink, PlayedApi, Watch, new_operator
+from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.cache import WATCH_LAG_SECONDS, Index, ResourceCache
 from megatron_operator.cluster.projection import project_resource
 from megatron_operator.controller.observe import Observer, ObserverSettings
 from megatron_operator.controller.task import ResourceTask
 from megatron_operator.model.settings import Settings
+
+from .operator_task import DirectLink, InMemoryApi, Watch, new_operator
 
 SPEC = {"model": {"source": {"builtin": "smollm2-135m"}}}
 
@@ -26,7 +27,7 @@ async def pause_of(task: ResourceTask) -> float:
 
 
 async def test_what_was_written_and_is_not_shown_is_looked_up_soon_and_what_is_shown_is_not() -> None:
-    api = PlayedApi(Cluster(SPEC, security=False))
+    api = InMemoryApi(Cluster(SPEC, security=False))
     watch = Watch(api)
     watch.show()
     task = new_operator(api, watch, DirectLink(api.cluster), term=1)
@@ -89,7 +90,7 @@ async def test_no_secret_is_read_but_the_keys_of_the_resource() -> None:
     server = {"apiKeysSecretRef": secret, "tls": {"secretName": "theirs"}}
     cluster = Cluster({"model": {"source": source}, "server": server})
     cluster.settle()
-    api = PlayedApi(cluster)
+    api = InMemoryApi(cluster)
     asked: list[tuple[str, str]] = []
     get = api.get
 

@@ -9,13 +9,14 @@ import random
 from typing import Any
 
 import pytest
-from lossy_link import CoordinatorPort, LossyLink
+from in_memory_cluster import MINIMAL, Cluster
 from machine import scaled
-from small_cluster import MINIMAL, Cluster
-from small_operator import PlayedApi, Watch, new_operator
 
 from megatron_operator.link.connection import LinkTimings
 from megatron_operator.plan.world import OperationReport
+
+from .lossy_link import CoordinatorPort, LossyLink
+from .operator_task import InMemoryApi, Watch, new_operator
 
 GOALS = ("Running", "Paused", "Suspended", "Running", "Stopped")
 SEEDS = range(1000 if os.environ.get("MEGATRON_SOAK") else 50)
@@ -62,7 +63,7 @@ async def live(seed: int) -> int:
     rng = random.Random(seed)
     cluster = Cluster(copy.deepcopy(MINIMAL), security=False)
     truth = Truth(cluster)
-    api = PlayedApi(cluster, on_status=truth.look)
+    api = InMemoryApi(cluster, on_status=truth.look)
     watch = Watch(api)
     watch.show()
     woken = asyncio.Event()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from click.testing import CliRunner
-from small_cluster import MINIMAL, Cluster
+from in_memory_cluster import MINIMAL, Cluster
 
 from megatron_operator import cli, kubectl
 from megatron_operator.model.resource import API_VERSION, KIND

@@ -10,7 +10,6 @@ from typing import Any
 import aiohttp
 from aiohttp import web
 from eventually import LONG_SECONDS
-from played_node import free_port
 from prometheus_client import CollectorRegistry
 
 from megatron_operator.cluster.watch_ages import GRACE_SECONDS, WatchAges
@@ -106,16 +105,17 @@ async def test_a_kind_that_vanishes_is_told_and_whoever_watched_it_gets_no_answe
         await asyncio.gather(listing, return_exceptions=True)
 
 
-async def test_liveness_fails_once_a_watch_is_overdue_for_too_long() -> None:
+async def test_liveness_fails_once_a_watch_is_overdue_for_too_long(unused_tcp_port: int) -> None:
     beat: dict[str, Any] = {"watch_silent_seconds": STALLED_SECONDS - 1}
-    port = free_port()
-    probes = Probes(heartbeat=lambda: beat, missing=list, registry=CollectorRegistry(), host="127.0.0.1", port=port)
+    probes = Probes(
+        heartbeat=lambda: beat, missing=list, registry=CollectorRegistry(), host="127.0.0.1", port=unused_tcp_port
+    )
     await probes.start()
     try:
         async with aiohttp.ClientSession() as session:
             for silent, status in ((STALLED_SECONDS - 1, 200), (STALLED_SECONDS, 503)):
                 beat["watch_silent_seconds"] = silent
-                async with session.get(f"http://127.0.0.1:{port}/healthz") as answer:
+                async with session.get(f"http://127.0.0.1:{unused_tcp_port}/healthz") as answer:
                     assert answer.status == status
                     assert (await answer.json())["watch_silent_seconds"] == silent
     finally:

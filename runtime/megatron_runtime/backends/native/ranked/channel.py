@@ -491,8 +491,8 @@ class FollowerChannel(_Channel):
 
     def _note_welcome(self, _message: Message) -> None:
         self._welcomed = True
+        self._beat()  # arms the watchdog before start() returns
         self._has_welcome.set()
-        self._beat()
 
     def _note_end(self, message: Message) -> None:
         self._ended = True

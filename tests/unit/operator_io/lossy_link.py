@@ -10,8 +10,7 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-from small_cluster import Cluster, FakeCoordinator
-from small_operator import CanaryReport
+from in_memory_cluster import Cluster, FakeCoordinator
 
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.states import LEGAL_SIGNALS, SignalKind
@@ -29,6 +28,8 @@ from megatron_runtime.protocol.messages import (
     StatusReply,
     decode,
 )
+
+from .operator_task import CanaryReport
 
 Deliver = Callable[[list[bytes]], None]
 

@@ -1,8 +1,8 @@
-"""Stands between an operator and its API server, and does to requests what networks and servers do.
+"""A proxy between an operator and its API server that injects the faults of networks and servers.
 
-Speaks plain HTTP to the operator, so that only its kubeconfig differs from that of one without a proxy; the login is
-passed on. Watches are relayed as they come. A `Fault` concerns requests that it matches, a number of times or until
-`heal()`; what concerns watches that are already open is a method of its own.
+It speaks plain HTTP to the operator, so only the operator's kubeconfig differs; credentials are passed on. Watches are
+relayed as they arrive. A `Fault` applies to the requests that it matches, a number of times or until `heal()`. Open
+watches are silenced or expired by methods of their own.
 """
 
 from __future__ import annotations

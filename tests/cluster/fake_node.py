@@ -1,9 +1,9 @@
-"""A node played by the test: pods of a control plane without kubelet become real processes with an echo engine.
+"""A fake kubelet: it runs the operator's pods of one namespace as processes on this machine, with an echo engine.
 
-A coordinator pod is a real coordinator on loopback, an engine pod a real engine process whose executor echoes, with
-the keys of the real Secret; a server pod is only marked ready. A pod is Ready when its process says so, and its
-process ends when the pod is gone. Command lines are those of the rendered containers, with
-addresses, ports and paths put right.
+A coordinator pod is a real coordinator on loopback. An engine pod is a real engine process with the echo executor and
+the keys of the real Secret. A server pod has no process and is only marked Ready. A pod is Ready when its process
+reports ready; its process ends when the pod is deleted. Command lines are those of the rendered containers, with local
+addresses, ports and paths. It does not schedule, pull images, restart processes or enforce limits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Container:
     ready: bool | None = None
 
 
-class PlayedNode:
+class FakeNode:
     """Runs the operator's pods in one namespace until stop()."""
 
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path, ports: Ports) -> None:
@@ -196,8 +196,8 @@ class PlayedNode:
             "containerStatuses": [
                 {
                     "name": container.component,
-                    "image": "played",
-                    "imageID": "played",
+                    "image": "fake",
+                    "imageID": "fake",
                     "ready": ready,
                     "restartCount": 0,
                     "state": {"running": {"startedAt": None}},

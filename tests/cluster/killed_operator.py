@@ -1,8 +1,8 @@
-"""`megatron-operator`, of which the task of each resource `p-N` dies at its Nth point and is succeeded by another.
+"""`megatron-operator` whose task for each resource `p-N` is killed at its Nth point and replaced by a new task.
 
-A point is right before and right after each request to the API server, each question to the coordinator and each
-signal: between two of them nothing has an effect. Whoever is dead asks and says nothing any more, whatever it was in
-the middle of. A successor knows nothing and has a higher term. `$POINTS_FILE` tells how many points each life had.
+A point is right before and right after each request to the API server, each query to the coordinator and each signal;
+between two points nothing has an effect. A killed task sends nothing more. Its replacement has no memory and a higher
+term. `$POINTS_FILE` receives the number of points of each resource.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class Life:
         self.end_at = int(number) if number.isdigit() else 0
         self.count = 0
 
-    def task(self) -> Mortality:
-        return Mortality(self)
+    def task(self) -> LifeState:
+        return LifeState(self)
 
 
-class Mortality:
+class LifeState:
     """What the parts of one task share: whether it lives."""
 
     def __init__(self, life: Life) -> None:
@@ -58,51 +58,51 @@ class Mortality:
             raise KilledError
 
 
-class MortalApi(KubeApi):
+class KillableApi(KubeApi):
     """The connection of `api`, used by one task."""
 
-    def __init__(self, api: KubeApi, mortality: Mortality) -> None:
+    def __init__(self, api: KubeApi, life_state: LifeState) -> None:
         self.__dict__.update(api.__dict__)
-        self._mortality = mortality
+        self._life_state = life_state
 
     async def request(self, method: str, path: str, **options: Any) -> dict[str, Any]:
-        self._mortality.point(f"before {method} {path}")
+        self._life_state.point(f"before {method} {path}")
         answer = await super().request(method, path, **options)
-        self._mortality.point(f"after {method} {path}")
+        self._life_state.point(f"after {method} {path}")
         return answer
 
 
-class MortalLink(CoordinatorLink):
-    def __init__(self, mortality: Mortality, **options: Any) -> None:
+class KillableLink(CoordinatorLink):
+    def __init__(self, life_state: LifeState, **options: Any) -> None:
         super().__init__(**options)
-        self._mortality = mortality
+        self._life_state = life_state
 
     async def refresh(self, *, expected: bool = False) -> Any:
-        self._mortality.point("before STATUS")
+        self._life_state.point("before STATUS")
         answer = await super().refresh(expected=expected)
-        self._mortality.point("after STATUS")
+        self._life_state.point("after STATUS")
         return answer
 
     def signal(self, signal: Any) -> bool:
-        self._mortality.point(f"before {signal.kind}")
+        self._life_state.point(f"before {signal.kind}")
         sent = super().signal(signal)
-        self._mortality.point(f"after {signal.kind}")
+        self._life_state.point(f"after {signal.kind}")
         return sent
 
     def ask_canary(self, asked: Any) -> bool:
-        self._mortality.point("before a canary")
+        self._life_state.point("before a canary")
         sent = super().ask_canary(asked)
-        self._mortality.point("after a canary")
+        self._life_state.point("after a canary")
         return sent
 
     async def close(self) -> None:
-        if self._mortality.dead and self._link is not None:
+        if self._life_state.dead and self._link is not None:
             # A process that dies sends no DISCONNECT.
             self._link.registered = False
         await super().close()
 
 
-class MortalTask:
+class KillableTask:
     """A task, and after its death another: for the supervisor they are one."""
 
     def __init__(self, make: Callable[[], ResourceTask], elector: Any) -> None:
@@ -122,7 +122,7 @@ class MortalTask:
                 self._task = self._make()
 
 
-class MortalProcess(controller.OperatorProcess):
+class KillableProcess(controller.OperatorProcess):
     _lives: dict[str, Life]
 
     async def run(self) -> int:
@@ -138,21 +138,21 @@ class MortalProcess(controller.OperatorProcess):
 
     def _make_task(self, uid: str, key: Any, woken: asyncio.Event, api: Any, _: Any, elector: Any, *rest: Any) -> Any:
         life = self._lives[key[1]] = Life(key[1])
-        make_immortal = super()._make_task
+        make_task = super()._make_task
 
         def make() -> ResourceTask:
-            mortality = life.task()
-            mortal = MortalApi(api, mortality)
-            gate = Writer(mortal, guard=elector.check, count=self._metrics.count_write)
-            controller.CoordinatorLink = lambda *args, **options: MortalLink(mortality, *args, **options)  # type: ignore
+            life_state = life.task()
+            killable = KillableApi(api, life_state)
+            gate = Writer(killable, guard=elector.check, count=self._metrics.count_write)
+            controller.CoordinatorLink = lambda *args, **options: KillableLink(life_state, *args, **options)  # type: ignore
             try:
-                return make_immortal(uid, key, woken, mortal, gate, elector, *rest)
+                return make_task(uid, key, woken, killable, gate, elector, *rest)
             finally:
                 controller.CoordinatorLink = CoordinatorLink  # type: ignore[misc]
 
-        return MortalTask(make, elector)
+        return KillableTask(make, elector)
 
 
 if __name__ == "__main__":
-    controller.OperatorProcess = MortalProcess  # type: ignore[misc]
+    controller.OperatorProcess = KillableProcess  # type: ignore[misc]
     cli.main()

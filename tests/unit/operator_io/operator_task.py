@@ -11,7 +11,7 @@ import copy
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Mapping
 from typing import Any
 
-from small_cluster import OWNER_UID, Cluster
+from in_memory_cluster import OWNER_UID, Cluster
 
 from megatron_operator.cluster.api import ApiError
 from megatron_operator.cluster.cache import Index, ResourceCache
@@ -64,7 +64,7 @@ class _Driven:
             yield waits_for
 
 
-class PlayedApi:
+class InMemoryApi:
     """The requests the operator makes, on a Cluster."""
 
     def __init__(self, cluster: Cluster, *, on_status: Callable[[Object], None] = lambda status: None) -> None:
@@ -173,7 +173,7 @@ class LaggingIndex(Mapping[Any, Iterable[Any]]):
 class Watch:
     """The three indexes of a resource."""
 
-    def __init__(self, api: PlayedApi) -> None:
+    def __init__(self, api: InMemoryApi) -> None:
         self._api = api
         self.index = Index(resources=LaggingIndex(), children=LaggingIndex(), pods=LaggingIndex())
 
@@ -236,7 +236,7 @@ class Leader:
 
 
 def new_operator(
-    api: PlayedApi,
+    api: InMemoryApi,
     watch: Watch,
     link: Any,
     *,

@@ -1,4 +1,4 @@
-"""The operator as a process of its own, which a test can kill, and what it says on its metrics page and in its log."""
+"""The operator as a process that a test can kill, with its metrics page and log."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import Any
 
 from eventually import eventually
 from machine import scaled
-from played_node import free_port
 from warm_python import PLATFORM, WarmProcess
+
+from .fake_node import free_port
 
 
 class OperatorProcess:

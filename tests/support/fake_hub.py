@@ -18,7 +18,7 @@ LARGE = (".safetensors", ".gguf", ".distcp", ".bin")
 
 
 @dataclass
-class SmallHub:
+class FakeHub:
     """files: of the one repository, by path.
 
     token:       asked for, where there is one.
@@ -58,12 +58,12 @@ class SmallHub:
     url: str = ""
 
     @classmethod
-    def of(cls, directory: Path) -> SmallHub:
+    def of(cls, directory: Path) -> FakeHub:
         paths = [path for path in sorted(directory.rglob("*")) if path.is_file()]
         return cls({str(path.relative_to(directory)): path.read_bytes() for path in paths})
 
     @contextmanager
-    def running(self) -> Iterator[SmallHub]:
+    def running(self) -> Iterator[FakeHub]:
         hub = self
 
         class Handler(_Handler):
@@ -91,7 +91,7 @@ class SmallHub:
 
 
 class _Handler(BaseHTTPRequestHandler):
-    owner: SmallHub
+    owner: FakeHub
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: object) -> None: ...

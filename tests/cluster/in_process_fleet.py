@@ -1,8 +1,8 @@
-"""Many resources with a real coordinator each, in this process, and engines that come and go with the pods.
+"""A fake kubelet for many resources: a real coordinator for each in this process, and scripted engines as pods.
 
-For a control plane without a node: pods of coordinators and servers are Ready as soon as they exist, those of an
-engine when its scripted engine has registered, one for all of them. Coordinators are reached at sockets in a folder,
-without keys.
+Coordinator and server pods are Ready as soon as they exist. An engine pod is Ready when its scripted engine has
+registered, one engine for all pods of a StatefulSet. Coordinators listen on Unix sockets in a folder, without keys.
+It starts no processes; `fake_node.py` does.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SureEngine(ScriptedEngine):
         self.send(Final(number, job.dispatch.uid, tokens, pack({**reply, "generated_log_probs": sure})))
 
 
-class LiveFleet:
+class InProcessFleet:
     """All pods of one namespace."""
 
     def __init__(self, api: KubeApi, *, namespace: str, folder: Path) -> None:
@@ -136,9 +136,9 @@ class LiveFleet:
     async def _report(self, uid: str, pod: Mapping[str, Any], now: tuple[bool, str]) -> None:
         ready, why = now
         component = _label(pod, LABEL_COMPONENT)
-        container: dict[str, Any] = {"name": component, "image": "played", "imageID": "played", "ready": ready}
+        container: dict[str, Any] = {"name": component, "image": "fake", "imageID": "fake", "ready": ready}
         if why:
-            ended = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "played://1"}
+            ended = {"exitCode": 3, "reason": "Error", "message": "cannot start", "containerID": "fake://1"}
             container |= {"restartCount": 3, "state": {"waiting": {"reason": why}}, "lastState": {"terminated": ended}}
         else:
             container |= {"restartCount": 0, "state": {"running": {"startedAt": None}}}

@@ -1,4 +1,4 @@
-"""The API server's own audit log: who asked for what, and what it was answered."""
+"""The audit log of the API server: each request of one account and its response code."""
 
 from __future__ import annotations
 

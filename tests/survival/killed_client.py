@@ -1,6 +1,6 @@
-"""A client that submits streams and waits, so that a test can kill it: `reckless_client.py PORT KEYS STREAMS TOKENS`.
+"""A client that submits streams and waits, so that a test can kill it: `killed_client.py PORT KEYS STREAMS TOKENS`.
 
-Prints `started` when each of its streams has brought a token.
+Prints `started` when each stream has yielded a token.
 """
 
 from __future__ import annotations

@@ -1,0 +1,47 @@
+"""The modules that are mutated, and the tests that must fail for it. The only place that names either."""
+
+from __future__ import annotations
+
+PLAN = "operator/megatron_operator/plan"
+COORDINATOR = "runtime/megatron_runtime/coordinator/core"
+NATIVE = "runtime/megatron_runtime/backends/native"
+
+_PLAN_TESTS = ("tests/unit/operator",)
+_COORDINATOR_TESTS = tuple(
+    f"tests/unit/coordinator/test_{name}.py"
+    for name in (
+        "access",
+        "bounds",
+        "core",
+        "failover",
+        "models",
+        "pinned",
+        "plain_peers",
+        "poison_requests",
+        "requests",
+        "routing",
+        "tenants",
+        "verbs",
+    )
+)
+_ENGINE_TESTS = tuple(
+    f"tests/unit/engine_core/test_{name}.py"
+    for name in (
+        "block_allocator",
+        "engine_machine",
+        "lifecycle",
+        "prefix_cache",
+        "prefix_sharing",
+        "priority",
+        "random_requests",
+        "scheduler",
+        "tenant_shares",
+    )
+)
+MODULES: dict[str, tuple[str, ...]] = {
+    f"{PLAN}/**/*.py": _PLAN_TESTS,
+    f"{COORDINATOR}/*.py": _COORDINATOR_TESTS,
+    f"{NATIVE}/scheduler.py": _ENGINE_TESTS,
+    f"{NATIVE}/kv/*.py": _ENGINE_TESTS,
+}
+"""Paths or patterns of modules, from the root of the repository, to the test files whose tests may kill a mutant."""
