@@ -576,8 +576,8 @@ async def test_an_engine_with_newer_weights_is_heard_after_recovery_too_and_the_
 
 @pytest.mark.parametrize("learns", ["update", "recovery"])
 async def test_revisions_that_share_an_epoch_share_its_weights(stage, control, learns) -> None:
-    """Engines of two revisions, as amid a rollout, have the weights of one UPDATE_WEIGHTS. An engine that joins is told
-    these weights if it is of one of the two revisions."""
+    """During a rollout, engines of two revisions hold the weights of one UPDATE_WEIGHTS. The coordinator names these
+    weights to an engine that joins with one of the two revisions."""
     timing = Timing(heartbeat=0.05, recovery=10.0, recovery_settle=0.3 if learns == "recovery" else 0.0)
     coordinator = stage.coordinator(timing=timing)
     held = {"epoch": 5, "source": "/models/5"} if learns == "recovery" else {}

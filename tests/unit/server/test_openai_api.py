@@ -335,7 +335,7 @@ async def test_a_text_that_cannot_be_tokenized_names_its_field(running: Any) -> 
 @pytest.mark.parametrize("request_type", [ChatRequest, CompletionRequest])
 def test_every_field_is_documented(request_type: Any) -> None:
     missing = [name for name in request_type.model_fields if f"`{name}`" not in PAGE and f"`{name}." not in PAGE]
-    # structured_outputs is told with its members.
+    # The page documents structured_outputs by its members.
     assert [name for name in missing if name != "structured_outputs"] == []
 
 
