@@ -6,7 +6,7 @@ All settings read the same weights in the same memory, so that what two processe
 MEGATRON_LARGE_PAGES, which is about that memory. In each round every setting computes one step, in an order drawn anew;
 a gain is (time without) / (time with) of a round: median over the rounds, and the two between which half of them lie.
 `the same again` is another decoder of the usual setting: what it differs from 1 by, a switch may without a cause.
-`--tuning pieces=4` measures another value of a size instead of the switches.
+`--tuning query_block=16` measures another value of a size instead of the switches.
 """
 
 from __future__ import annotations

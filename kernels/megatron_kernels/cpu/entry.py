@@ -23,9 +23,9 @@ from megatron_kernels.cpu.lookup import look_up
 from megatron_kernels.cpu.panels import pack
 from megatron_kernels.cpu.products import run_product
 from megatron_kernels.cpu.records import PRODUCT, STEP
-from megatron_kernels.cpu.sizes import SEMAPHORE_BYTES, SPINS_AT
+from megatron_kernels.cpu.sizes import SEMAPHORE_BYTES
 from megatron_kernels.cpu.step import run_step
-from megatron_kernels.cpu.sync import barrier, sem_init, sem_post, wait, write
+from megatron_kernels.cpu.sync import barrier, sem_init, sem_post, wait
 
 _LEADER, _NONE = np.int64(0), np.int64(0)
 _STEP_TYPE, _PRODUCT_TYPE, _JOB_TYPE = np.dtype(STEP), np.dtype(PRODUCT), np.dtype(JOB)
@@ -73,7 +73,6 @@ def entry(what, a, b, c, d):
     elif what == MAKE_SEMAPHORES:
         for number in range(b):
             sem_init(a + number * SEMAPHORE_BYTES, 0, 0)
-            write(a + number * SEMAPHORE_BYTES + SPINS_AT, c)
     elif what == EXAMINE:
         examine(a)
     elif what == POST:

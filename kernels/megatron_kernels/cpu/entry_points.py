@@ -10,7 +10,7 @@ LEAD             (job, semaphores, others)     run a job as thread 0, with `othe
 SERVE            (job, semaphore, thread)      run jobs as this thread until one is STOP
 LOOK_UP          (matrix, ids, count, y)       unpack rows of a matrix
 PACK             (packing, first, stop)        pack some units of a matrix
-MAKE_SEMAPHORES  (semaphores, count, spins)
+MAKE_SEMAPHORES  (semaphores, count)
 POST             (semaphores, count)
 EXAMINE          (examination)                 look at weights as they are stored
 """

@@ -1,6 +1,6 @@
-"""Matrix products of a step: its inputs made ready, and pieces of outputs that threads draw as tickets.
+"""Matrix products of a step: the inputs are prepared, then each thread computes an equal range of outputs.
 
-A row's result does not depend on which thread made it, nor on the rows beside it. Compiled by numba.
+A row's result does not depend on which thread computed it, nor on the rows beside it. Compiled by numba.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from megatron_kernels.cpu.sizes import (
     UNIT,
     block_rows,
 )
-from megatron_kernels.cpu.sync import barrier, fetch_add
+from megatron_kernels.cpu.sync import barrier
 
 # Plain numbers would be constants of the type, and each function that gets one compiled once more.
 SET, ADD = np.int64(0), np.int64(1)
 NO_NORM = np.int64(0)
-_FIRST, _EACH = np.int64(0), np.int64(1)
 _TILE_STRIDE = np.int64(UNIT * 4)
 _block_rows = compiled(block_rows)
 _MATRIX_TYPE = np.dtype(MATRIX)
@@ -61,10 +60,10 @@ def _product_unit(matrix, unit, inputs, x, x_stride, quantized, scales, count, y
 
 
 @compiled
-def _prepare(form, source, norm, epsilon, inputs, first, step_by, count, into, width, capacity):
+def _prepare(form, source, norm, epsilon, inputs, first, step_by, count, into, width):
     """Norm rows `first`, `first + step_by`, … of `source` and quantise them where the format asks for it."""
-    quantized = into + capacity * width * 4
-    scales = quantized + capacity * width
+    quantized = into + count * width * 4
+    scales = quantized + count * width
     row = first
     while row < count:
         x = source + row * inputs * 4
@@ -78,89 +77,63 @@ def _prepare(form, source, norm, epsilon, inputs, first, step_by, count, into, w
 
 
 @compiled
-def _inputs(step, thread, count):
-    """(where the prepared inputs of a product are, rows there is room for)"""
-    if count <= step.private_rows:
-        return step.thread_inputs + thread * step.thread_inputs_stride, step.private_rows
-    return step.shared_inputs, count
-
-
-@compiled
 def ready(step, thread, matrix, source, norm, count):
     """Prepare the inputs of a product; return (x, quantised, scales)."""
-    into, capacity = _inputs(step, thread, count)
-    inputs = matrix.inputs
-    epsilon = np.float32(step.epsilon)
-    is_integer = matrix.format not in (FLOAT32, BFLOAT16)
-    if count <= step.private_rows:
-        _prepare(matrix.format, source, norm, epsilon, inputs, _FIRST, _EACH, count, into, step.width, capacity)
-    elif norm != 0 or is_integer:
-        _prepare(matrix.format, source, norm, epsilon, inputs, thread, step.threads, count, into, step.width, capacity)
+    into, inputs = step.shared_inputs, matrix.inputs
+    if norm != 0 or matrix.format not in (FLOAT32, BFLOAT16):
+        epsilon = np.float32(step.epsilon)
+        _prepare(matrix.format, source, norm, epsilon, inputs, thread, step.threads, count, into, step.width)
         barrier(step.barrier, step.threads)
-    quantized = into + capacity * step.width * 4
-    return (into if norm != 0 else source), quantized, quantized + capacity * step.width
+    quantized = into + count * step.width * 4
+    return (into if norm != 0 else source), quantized, quantized + count * step.width
 
 
 @compiled
-def product(threads, pieces, counter, matrix, x, quantized, scales, count, y, y_stride, adds):
-    """y[count][outputs] = (y +) x · matrix, the pieces that this thread draws."""
+def _range(units, thread, threads):
+    """The units that a thread computes: (first, end)"""
+    return units * thread // threads, units * (thread + 1) // threads
+
+
+@compiled
+def product(thread, threads, matrix, x, quantized, scales, count, y, y_stride, adds):
+    """y[count][outputs] = (y +) x · matrix, the outputs of this thread."""
     inputs = matrix.inputs
-    units = matrix.outputs // UNIT
-    piece = max(1, units // (threads * pieces))
+    start, stop = _range(matrix.outputs // UNIT, thread, threads)
     block = _block_rows(matrix.format, inputs)
-    while True:
-        start = fetch_add(counter, piece)
-        if start >= units:
-            return
-        stop = min(units, start + piece)
-        row = 0
-        while row < count:
-            some = min(block, count - row)
-            for unit in range(start, stop):
-                _product_unit(
-                    matrix,
-                    unit,
-                    inputs,
-                    x + row * inputs * 4,
-                    inputs * 4,
-                    quantized + row * inputs,
-                    scales + row * (inputs >> 5) * 8,
-                    some,
-                    y + row * y_stride + unit * 64,
-                    y_stride,
-                    adds,
-                )
-            row += block
+    row = 0
+    while row < count:
+        some = min(block, count - row)
+        at_x, at_q = x + row * inputs * 4, quantized + row * inputs
+        at_s, at_y = scales + row * (inputs >> 5) * 8, y + row * y_stride
+        for unit in range(start, stop):
+            _product_unit(matrix, unit, inputs, at_x, inputs * 4, at_q, at_s, some, at_y + unit * 64, y_stride, adds)
+        row += block
 
 
 @compiled
-def gated_product(step, thread, counter, matrix, x, quantized, scales, count):
-    """gated = activation(x · gate) · (x · up)"""
+def gated_product(step, thread, matrix, x, quantized, scales, count):
+    """gated = activation(x · gate) · (x · up), the outputs of this thread."""
     inputs, width = matrix.inputs, step.feed_forward
     units = width // UNIT
-    piece = max(1, units // (step.threads * step.pieces))
+    start, stop = _range(units, thread, step.threads)
     block = _block_rows(matrix.format, inputs)
     gate = step.scratch + thread * step.scratch_stride
     up = gate + block * 64
-    while True:
-        start = fetch_add(counter, piece)
-        if start >= units:
-            return
-        row = 0
-        while row < count:
-            some = min(block, count - row)
-            at_x, at_q = x + row * inputs * 4, quantized + row * inputs
-            at_s = scales + row * (inputs >> 5) * 8
-            for unit in range(start, min(units, start + piece)):
-                _product_unit(matrix, unit, inputs, at_x, inputs * 4, at_q, at_s, some, gate, _TILE_STRIDE, SET)
-                _product_unit(matrix, unit + units, inputs, at_x, inputs * 4, at_q, at_s, some, up, _TILE_STRIDE, SET)
-                for i in range(some):
-                    y = step.gated + (row + i) * width * 4 + unit * 64
-                    if step.activation == GELU_TANH:
-                        rows.gelu_product(gate + i * 64, up + i * 64, y, UNIT)
-                    else:
-                        rows.silu_product(gate + i * 64, up + i * 64, y, UNIT)
-            row += block
+    row = 0
+    while row < count:
+        some = min(block, count - row)
+        at_x, at_q = x + row * inputs * 4, quantized + row * inputs
+        at_s = scales + row * (inputs >> 5) * 8
+        for unit in range(start, stop):
+            _product_unit(matrix, unit, inputs, at_x, inputs * 4, at_q, at_s, some, gate, _TILE_STRIDE, SET)
+            _product_unit(matrix, unit + units, inputs, at_x, inputs * 4, at_q, at_s, some, up, _TILE_STRIDE, SET)
+            for i in range(some):
+                y = step.gated + (row + i) * width * 4 + unit * 64
+                if step.activation == GELU_TANH:
+                    rows.gelu_product(gate + i * 64, up + i * 64, y, UNIT)
+                else:
+                    rows.silu_product(gate + i * 64, up + i * 64, y, UNIT)
+        row += block
 
 
 @compiled
@@ -171,9 +144,9 @@ def run_product(job, thread):
     into = job.shared_inputs
     if matrix.format not in (FLOAT32, BFLOAT16):
         epsilon = np.float32(0.0)
-        _prepare(matrix.format, job.x, NO_NORM, epsilon, inputs, thread, job.threads, count, into, job.width, count)
+        _prepare(matrix.format, job.x, NO_NORM, epsilon, inputs, thread, job.threads, count, into, job.width)
         barrier(job.barrier, job.threads)
     quantized = into + count * job.width * 4
     scales = quantized + count * job.width
     y_stride = matrix.outputs * 4
-    product(job.threads, job.pieces, job.counters, matrix, job.x, quantized, scales, count, job.y, y_stride, SET)
+    product(thread, job.threads, matrix, job.x, quantized, scales, count, job.y, y_stride, SET)

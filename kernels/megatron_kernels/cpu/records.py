@@ -69,10 +69,8 @@ heads."""
 
 STEP = _record(
     "threads",
-    "counters",  # words: tickets of work, one a phase; set to 0 by who starts the step
+    "counters",  # int64 [num_layers]: next attention work item of each layer; set to 0 before the step
     "barrier",  # see sync.py
-    "pieces",  # of a product, for each thread
-    "private_rows",  # up to so many, every thread prepares inputs for itself
     # the model
     "num_layers",
     "layers",  # LAYER [num_layers]
@@ -116,8 +114,6 @@ STEP = _record(
     "gated",
     "added",
     "shared_inputs",
-    "thread_inputs",
-    "thread_inputs_stride",
     "width",  # floats of a row of inputs
     "scratch",  # of each thread
     "scratch_stride",
@@ -127,9 +123,7 @@ STEP = _record(
 
 PRODUCT = _record(
     "threads",
-    "counters",
     "barrier",
-    "pieces",
     "matrix",  # MATRIX
     "tokens",
     "x",

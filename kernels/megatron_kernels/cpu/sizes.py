@@ -18,14 +18,10 @@ MOST_INT4_ROWS = 4
 MOST_INT8_ROWS = 3
 """Of an int8 tile: each row has two sums; those of four do not fit the registers, and gave 43 instead of 56 billion
 products a second."""
-PHASES_PER_LAYER = 5
-"""Phases of a layer that draw tickets."""
 SQUARE_BYTES = UNIT * BLOCK * 4
 """Floats of 32 inputs of a unit, on their way to a panel."""
 SEMAPHORE_BYTES = 64
-"""sem_t has 32 bytes on 64-bit Linux; a cache line of its own keeps its neighbours quiet."""
-SPINS_AT = 32
-"""Where, beside a semaphore, the rounds are that who waits for it looks again."""
+"""sem_t has 32 bytes on 64-bit Linux; each has a cache line of its own."""
 _ROW_BYTES = 1 << 18
 """Activations that stay in a processor's second cache while all panels of a piece pass over them."""
 

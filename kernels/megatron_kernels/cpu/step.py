@@ -1,8 +1,8 @@
-"""A decoder's step, run by all threads of a team side by side. Compiled by numba; what it is told is in records.py.
+"""A decoder's step, run by all threads of a thread pool. Compiled by numba; records.py defines its arguments.
 
-Threads draw tickets for pieces of work, so that one which the system holds up does not hold up the others' work, and
-meet at a barrier where one phase reads what another wrote. A row's result does not depend on which thread made it.
-Each phase draws from a counter of its own.
+Each thread computes an equal share of a product; attention work items differ in size, so threads take them from a
+counter per layer. Threads meet at a barrier where one phase reads what another wrote. A row's result does not depend on
+which thread computed it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from megatron_kernels.cpu.records import (
     OUTPUT,
     QKV,
 )
-from megatron_kernels.cpu.sizes import PHASES_PER_LAYER
 from megatron_kernels.cpu.step_attention import append, attend
 from megatron_kernels.cpu.sync import barrier, read
 
@@ -30,14 +29,14 @@ _MATRIX_TYPE, _LAYER_TYPE = np.dtype(MATRIX), np.dtype(LAYER)
 
 
 @compiled
-def _add_output(step, thread, matrix, source, norm, counter):
+def _add_output(step, thread, matrix, source, norm):
     """x += (norm of) source · matrix"""
-    hidden, count, threads, pieces = step.hidden, step.tokens, step.threads, step.pieces
+    hidden, count, threads = step.hidden, step.tokens, step.threads
     x, quantized, scales = ready(step, thread, matrix, source, NO_NORM, count)
     if norm == 0:
-        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.x, hidden * 4, ADD)
+        product(thread, threads, matrix, x, quantized, scales, count, step.x, hidden * 4, ADD)
     else:
-        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.added, hidden * 4, SET)
+        product(thread, threads, matrix, x, quantized, scales, count, step.added, hidden * 4, SET)
         barrier(step.barrier, step.threads)
         row = thread
         while row < count:
@@ -51,34 +50,32 @@ def _add_output(step, thread, matrix, source, norm, counter):
 @compiled
 def run_step(step, thread):
     """x becomes the last hidden states; logits of the rows asked for, the cache filled."""
-    threads, pieces, count = step.threads, step.pieces, step.tokens
+    threads, count = step.threads, step.tokens
     layers = carray(pointer(step.layers), step.num_layers, dtype=_LAYER_TYPE)
     matrices = carray(pointer(step.matrices), step.num_layers * MATRICES_PER_LAYER + 1, dtype=_MATRIX_TYPE)
-    counter = step.counters
     for number in range(step.num_layers):
         layer = layers[number]
         first = number * MATRICES_PER_LAYER
         matrix = matrices[first + QKV]
         x, quantized, scales = ready(step, thread, matrix, step.x, layer.attention_norm, count)
-        product(threads, pieces, counter, matrix, x, quantized, scales, count, step.qkv, matrix.outputs * 4, SET)
+        product(thread, threads, matrix, x, quantized, scales, count, step.qkv, matrix.outputs * 4, SET)
         barrier(step.barrier, threads)
         append(step, layer, thread, number)
         barrier(step.barrier, threads)
-        attend(step, layer, thread, number, counter + 8)
+        attend(step, layer, thread, number, step.counters + number * 8)
         barrier(step.barrier, threads)
-        _add_output(step, thread, matrices[first + OUTPUT], step.attended, layer.attention_output_norm, counter + 16)
+        _add_output(step, thread, matrices[first + OUTPUT], step.attended, layer.attention_output_norm)
         matrix = matrices[first + GATE_UP]
         x, quantized, scales = ready(step, thread, matrix, step.x, layer.mlp_norm, count)
-        gated_product(step, thread, counter + 24, matrix, x, quantized, scales, count)
+        gated_product(step, thread, matrix, x, quantized, scales, count)
         barrier(step.barrier, threads)
-        _add_output(step, thread, matrices[first + DOWN], step.gated, layer.mlp_output_norm, counter + 32)
-        counter += PHASES_PER_LAYER * 8
+        _add_output(step, thread, matrices[first + DOWN], step.gated, layer.mlp_output_norm)
     if step.num_logits > 0:
-        _logits(step, thread, matrices[step.num_layers * MATRICES_PER_LAYER], counter)
+        _logits(step, thread, matrices[step.num_layers * MATRICES_PER_LAYER])
 
 
 @compiled
-def _logits(step, thread, head, counter):
+def _logits(step, thread, head):
     """Of the rows asked for, which are gathered first."""
     hidden = step.hidden
     row = thread
@@ -88,5 +85,5 @@ def _logits(step, thread, head, counter):
         row += step.threads
     barrier(step.barrier, step.threads)
     x, quantized, scales = ready(step, thread, head, step.added, step.norm, step.num_logits)
-    threads, pieces, y_stride = step.threads, step.pieces, head.outputs * 4
-    product(threads, pieces, counter, head, x, quantized, scales, step.num_logits, step.logits, y_stride, SET)
+    y_stride = head.outputs * 4
+    product(thread, step.threads, head, x, quantized, scales, step.num_logits, step.logits, y_stride, SET)

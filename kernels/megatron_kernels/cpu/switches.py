@@ -31,29 +31,16 @@ class Switch(StrEnum):
     """Several rows of activations share one reading of a weight; off: one row at a time."""
     PREFETCH = "MEGATRON_PREFETCH"
     """Weights in bfloat16, int8 and int4 are asked for before they are needed."""
-    PRIVATE_INPUTS = "MEGATRON_PRIVATE_INPUTS"
-    """Each thread prepares the inputs of a few rows for itself; off: they share the work, and meet after it."""
-    TICKETS = "MEGATRON_TICKETS"
-    """Threads draw small pieces of a product; off: one piece each."""
     SHARED_KEYS = "MEGATRON_SHARED_KEYS"
     """Tokens of a prompt share one gathering of the keys they see; off: each group of rows gathers its own."""
-    SPIN = "MEGATRON_SPIN"
-    """Threads that wait look again for some microseconds before they give the processor up; off: they do so at once."""
     PACKED_LINEAR = "MEGATRON_PACKED_LINEAR"
     """Where torch runs: weights are laid out anew for oneDNN; off: as they were read."""
     SHORT_SLICES = "MEGATRON_SHORT_SLICES"
     """The coordinator asks Linux for slices of 0.1 ms."""
 
 
-OF_A_STEP = (
-    Switch.TILES,
-    Switch.PREFETCH,
-    Switch.PRIVATE_INPUTS,
-    Switch.TICKETS,
-    Switch.SHARED_KEYS,
-    Switch.SPIN,
-)
-"""What changes how a compiled step is computed, and nothing of its answer."""
+OF_A_STEP = (Switch.TILES, Switch.PREFETCH, Switch.SHARED_KEYS)
+"""Switches that change how a compiled step is computed and never its result."""
 
 
 def is_on(switch: Switch, environment: Mapping[str, str] = os.environ) -> bool:

@@ -6,12 +6,10 @@ from llvmlite import ir
 from numba import types
 
 from megatron_kernels.cpu.ir import I32, I64, Code, compiled, function
-from megatron_kernels.cpu.sizes import SPINS_AT
 
 sem_init = types.ExternalFunction("sem_init", types.int32(types.int64, types.int32, types.uint32))
 sem_post = types.ExternalFunction("sem_post", types.int32(types.int64))
 _sem_wait = types.ExternalFunction("sem_wait", types.int32(types.int64))
-_sem_trywait = types.ExternalFunction("sem_trywait", types.int32(types.int64))
 _sched_yield = types.ExternalFunction("sched_yield", types.int32())
 
 
@@ -40,39 +38,20 @@ def read_int32(code: Code, a: dict[str, ir.Value]) -> ir.Value:
     return code.load(I32, a["address"])
 
 
-@function()
-def pause(code: Code, _: dict[str, ir.Value]) -> None:
-    """Tell the processor that this is a loop that waits."""
-    code.call("llvm.x86.sse2.pause", ir.VoidType())
-
-
 @compiled
 def barrier(address, threads):
-    """Return when all threads have come.
-
-    `address`: of arrivals and generation, both 0 at first, and of how often who waits looks again before it offers its
-    processor to other threads.
-    """
-    generation, most = read(address + 8), read(address + 16)
+    """Return when all threads have arrived. `address`: of two words, arrivals and generation, both 0 at first."""
+    generation = read(address + 8)
     if fetch_add(address, 1) == threads - 1:
         write(address, 0)
         fetch_add(address + 8, 1)
         return
-    spins = 0
     while read(address + 8) == generation:
-        spins += 1
-        if spins < most:
-            pause()
-        else:
-            _sched_yield()
+        _sched_yield()
 
 
 @compiled
 def wait(semaphore):
-    """Take one from the semaphore, asleep after a while."""
-    for _ in range(read(semaphore + SPINS_AT)):
-        if _sem_trywait(semaphore) == 0:
-            return
-        pause()
+    """Decrement the semaphore; sleep until that is possible."""
     while _sem_wait(semaphore) != 0:
         continue

@@ -23,24 +23,20 @@ from megatron_kernels.cpu.entry_points import (
     STOP,
 )
 from megatron_kernels.cpu.sizes import SEMAPHORE_BYTES
-from megatron_kernels.cpu.tuning import tuning
 
 
 class Team:
-    """`threads` threads, the caller's among them. One job at a time; jobs of several callers wait for each other.
+    """A thread pool of `threads` threads, one of them the caller's. It runs one job at a time."""
 
-    spins: rounds that a thread looks again for what it waits for, before it gives its processor up.
-    """
-
-    def __init__(self, threads: int, *, spins: int) -> None:
+    def __init__(self, threads: int) -> None:
         self.threads = threads
         self._entry = entry()
-        self._barrier: npt.NDArray[np.int64] = np.array([0, 0, spins], dtype=np.int64)
+        self._barrier: npt.NDArray[np.int64] = np.zeros(2, dtype=np.int64)
         self._job = np.zeros(1, dtype=JOB)
         self._lock = threading.Lock()
         others = threads - 1
         self._semaphores: npt.NDArray[np.uint8] = np.zeros(max(1, others) * SEMAPHORE_BYTES, dtype=np.uint8)
-        self._entry(MAKE_SEMAPHORES, self._semaphores.ctypes.data, others, spins, 0)
+        self._entry(MAKE_SEMAPHORES, self._semaphores.ctypes.data, others, 0, 0)
         self._others = [
             threading.Thread(target=self._serve, args=(number,), name=f"megatron-native-{number}", daemon=True)
             for number in range(1, threads)
@@ -77,10 +73,10 @@ class Team:
 
 
 @cache
-def _team(threads: int, spins: int, process: int) -> Team:
-    return Team(threads, spins=spins)
+def _team(threads: int, process: int) -> Team:
+    return Team(threads)
 
 
 def shared_team() -> Team:
     """The threads of this process; as many as torch has."""
-    return _team(torch.get_num_threads(), tuning().spins, os.getpid())
+    return _team(torch.get_num_threads(), os.getpid())

@@ -18,21 +18,14 @@ TUNING_VARIABLE = "MEGATRON_NATIVE_TUNING"
 class Tuning:
     """Defaults were chosen on processors with AVX2; `bench/switches.py --tuning` measures others.
 
-    tile_rows:    most rows of activations that share one reading of a weight; a format's own limit holds, too.
-    ahead:        bytes before they are needed, weights are asked for.
-    private_rows: up to so many rows every thread prepares the inputs of a product for itself: cheaper than a barrier.
-    pieces:       pieces of a product for each thread.
-    query_block:  tokens of a prompt that share one gathering of the keys.
-    spins:        rounds of a wait before the processor is offered to other threads: a few microseconds, longer than two
-                  threads of a step are usually apart, and no worse than a wake-up where the other was descheduled.
+    tile_rows:   most rows of activations that share one reading of a weight; a format's own limit holds, too.
+    ahead:       bytes before they are needed, weights are asked for.
+    query_block: tokens of a prompt that share one gathering of the keys.
     """
 
     tile_rows: int = MOST_ROWS
     ahead: int = 2048
-    private_rows: int = 4
-    pieces: int = 8
     query_block: int = 48
-    spins: int = 2000
 
     def rows_of(self, form: int) -> int:
         """Of a tile of this format."""
@@ -41,14 +34,11 @@ class Tuning:
         return min(self.tile_rows, MOST_INT4_ROWS if form == INT4 else MOST_INT8_ROWS)
 
 
-_LEAST = Tuning(tile_rows=1, ahead=0, private_rows=0, pieces=1, query_block=1, spins=0)
+_LEAST = Tuning(tile_rows=1, ahead=0, query_block=1)
 _SWITCHES = {
     "tile_rows": Switch.TILES,
     "ahead": Switch.PREFETCH,
-    "private_rows": Switch.PRIVATE_INPUTS,
-    "pieces": Switch.TICKETS,
     "query_block": Switch.SHARED_KEYS,
-    "spins": Switch.SPIN,
 }
 
 

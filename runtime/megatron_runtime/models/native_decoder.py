@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from megatron_kernels.cpu.records import GELU_TANH, ITEM, LAYER, MATRIX, SILU, STEP
-from megatron_kernels.cpu.sizes import PHASES_PER_LAYER, UNIT, least_scratch
+from megatron_kernels.cpu.sizes import UNIT, least_scratch
 from megatron_kernels.cpu.step_buffers import Buffers
 from megatron_kernels.cpu.team import shared_team
 from megatron_kernels.cpu.tuning import tuning
@@ -80,7 +80,7 @@ class NativeDecoder(DecoderModel):
             assert isinstance(layer.mlp, FeedForward)
             linears += [layer.qkv_QD, layer.output_DH, layer.mlp.gate_up_FD, layer.mlp.down_DF]
         self._matrices = np.concatenate([linear.matrix.record for linear in (*linears, weights.head_WD)], dtype=MATRIX)
-        self._counters = np.zeros(config.num_layers * PHASES_PER_LAYER + 1, dtype=np.int64)
+        self._counters = np.zeros(config.num_layers, dtype=np.int64)
         self._step = np.zeros(1, dtype=STEP)
         self._words: npt.NDArray[np.int64] = self._step.view(np.int64)
         self._sizes: _BufferSizes | None = None
@@ -157,19 +157,16 @@ class NativeDecoder(DecoderModel):
         )
         # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
-        threads, private_rows = self._team.threads, self._tuning.private_rows
         arrays = {
             "qkv": floats("qkv", sizes.tokens, query + 2 * config.num_kv_heads * config.head_dim),
             "attended": floats("attended", sizes.tokens, query),
             "gated": floats("gated", sizes.tokens, config.intermediate_size),
             "added": floats("added", sizes.rows, config.hidden_size),
             "shared_inputs": floats("shared_inputs", sizes.rows, row),
-            "thread_inputs": floats("thread_inputs", threads, private_rows, row),
-            "scratch": floats("scratch", threads, scratch),
+            "scratch": floats("scratch", self._team.threads, scratch),
         }
         self._set({name: _address(array) for name, array in arrays.items()})
         self._set({"width": width, "context": sizes.context, "scratch_stride": scratch * 4})
-        self._set({"thread_inputs_stride": private_rows * row * 4})
         self._sizes = sizes
 
     def _extend_rotations(self, positions: int) -> None:
@@ -186,7 +183,6 @@ class NativeDecoder(DecoderModel):
     def _set_constants(self) -> None:
         config, step = self.config, self._step
         step["counters"] = self._counters.ctypes.data
-        step["pieces"], step["private_rows"] = self._tuning.pieces, self._tuning.private_rows
         step["num_layers"], step["layers"] = config.num_layers, self._layers.ctypes.data
         step["matrices"] = self._matrices.ctypes.data
         step["hidden"], step["heads"], step["kv_heads"] = config.hidden_size, config.num_heads, config.num_kv_heads

@@ -26,15 +26,15 @@ def test_a_switch_is_on_unless_it_says_zero() -> None:
 
 def test_sizes_follow_switches_and_the_variable_of_benchmarks() -> None:
     assert tuning({}) == Tuning()
-    assert tuning({Switch.TILES: "0", Switch.SPIN: "0"}) == Tuning(tile_rows=1, spins=0)
-    assert tuning({TUNING_VARIABLE: "pieces=4,ahead=512"}) == Tuning(pieces=4, ahead=512)
-    assert tuning({TUNING_VARIABLE: "pieces=4", Switch.TICKETS: "0"}).pieces == 1
+    assert tuning({Switch.TILES: "0", Switch.PREFETCH: "0"}) == Tuning(tile_rows=1, ahead=0)
+    assert tuning({TUNING_VARIABLE: "query_block=4,ahead=512"}) == Tuning(query_block=4, ahead=512)
+    assert tuning({TUNING_VARIABLE: "query_block=4", Switch.SHARED_KEYS: "0"}).query_block == 1
     assert (Tuning(tile_rows=9).rows_of(BFLOAT16), Tuning().rows_of(INT8), Tuning(tile_rows=2).rows_of(INT8)) == (
         6,
         3,
         2,
     )
-    for wrong in ("speed=4", "pieces=", "pieces=0", "pieces=-1", "pieces"):
+    for wrong in ("speed=4", "query_block=", "query_block=0", "query_block=-1", "query_block"):
         with pytest.raises(InvalidSwitchError, match=TUNING_VARIABLE):
             tuning({TUNING_VARIABLE: wrong})
 

@@ -16,7 +16,6 @@ from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pa
 from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_kernels.cpu.team import shared_team
-from megatron_kernels.cpu.tuning import tuning
 from megatron_kernels.quantized import QuantizedTensor, concatenate
 from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
 
@@ -36,10 +35,9 @@ class NativeLinear(Linear):
         count, width = x_TK.shape
         y_TN = torch.empty(count, self.out_features)
         inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
-        counter = np.zeros(1, dtype=np.int64)
         job = np.zeros(1, dtype=PRODUCT)
-        job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
-        job["tokens"], job["width"], job["pieces"] = count, width, tuning().pieces
+        job["matrix"] = self._record.ctypes.data
+        job["tokens"], job["width"] = count, width
         job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
         shared_team().run_product(job)
         return y_TN
