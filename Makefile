@@ -64,15 +64,15 @@ cluster-up: build/setup.stamp ## the embedded cluster alone; kubeconfig at build
 cluster-down: ## end it: no process, mount, bridge or iptables rule stays
 	@$(PY) -m localcluster down
 
+# Most groups wait for timers and processes: three side by side use two cores well. Each prints its output at its end.
 test: ## every test that needs no GPU
-	@$(MAKE) --no-print-directory -j 2 lint test-unit
-	$(MAKE) --no-print-directory test-survival test-cluster test-e2e
+	@$(MAKE) --no-print-directory --output-sync=target -j 3 lint test-unit test-survival test-cluster test-e2e
 
-# Folders that neither load a model nor start a cluster.
+# Folders that neither load a model nor start a cluster. Their tests wait more than they compute.
 FAST := operator operator_io wire client requests coordinator engine_core sampling localcluster
 
 test-fast: setup ## the tests of an edit: no cluster, no model, under 90 s on two cores
-	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) $(addprefix tests/unit/,$(FAST)) -q -m "not slow" -n $$((2 * $(WORKERS))) --dist loadfile --no-loadscope-reorder
 
 test-unit: setup build/test-weights.stamp
 	@$(BEGIN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import subprocess
 import sys
@@ -31,6 +30,7 @@ from localcluster import (
 )
 from localcluster import settings as config
 from localcluster.errors import ClusterError
+from localcluster.locking import locked
 from localcluster.progress import Steps
 from localcluster.settings import Layout, Options, Settings
 from localcluster.shell import run
@@ -237,11 +237,6 @@ class LocalCluster:
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """One launcher at a time per cluster; the kernel drops the lock of a killed one."""
-        self.layout.state.parent.mkdir(parents=True, exist_ok=True)
-        with (self.layout.state.parent / f".{self.name}.lock").open("w") as handle:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                with self._steps.step(f"wait for another launcher of cluster {self.name!r}"):
-                    fcntl.flock(handle, fcntl.LOCK_EX)
+        lock = self.layout.state.parent / f".{self.name}.lock"
+        with locked(lock, self._steps, reason=f"another launcher of cluster {self.name!r}"):
             yield

@@ -7,7 +7,6 @@ they are configured on this machine. An image whose inputs have not changed is n
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import shlex
@@ -19,6 +18,7 @@ from pathlib import Path
 
 from localcluster import clientconfig, packages, store
 from localcluster.errors import ClusterError
+from localcluster.locking import locked
 from localcluster.mounts import unmount_below
 from localcluster.progress import Step, Steps
 from localcluster.settings import REPOSITORY, cache_root
@@ -221,12 +221,7 @@ def _scratch() -> Path:
 @contextlib.contextmanager
 def _exclusive(steps: Steps) -> Iterator[None]:
     """One build at a time on the store; what a killed one left mounted is unmounted before and after."""
-    with (_scratch() / ".lock").open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with steps.step("wait for another image build"):
-                fcntl.flock(handle, fcntl.LOCK_EX)
+    with locked(_scratch() / ".lock", steps, reason="another image build"):
         try:
             _forget_interrupted()
             yield

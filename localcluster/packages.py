@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from localcluster.errors import ClusterError
+from localcluster.locking import locked
 from localcluster.progress import Steps
+from localcluster.settings import cache_root
 from localcluster.shell import run
 
 CNI_FOLDERS = (Path("/usr/lib/cni"), Path("/opt/cni/bin"))
@@ -66,8 +68,13 @@ def cni_folder() -> Path:
 
 
 def ensure(requirements: Iterable[Requirement], steps: Steps) -> None:
-    """Installs what is missing; says what, and refuses where it cannot."""
-    wanted = missing(requirements)
+    """Install the missing packages. Raises ClusterError where that is not possible, naming them."""
+    if missing(requirements):
+        with locked(cache_root() / ".packages.lock", steps, reason="another installation of packages"):
+            _install(missing(requirements), steps)
+
+
+def _install(wanted: list[str], steps: Steps) -> None:
     if not wanted:
         return
     if os.geteuid() != 0:

@@ -6,18 +6,17 @@ two builders apart, and a rename makes a program appear whole or not at all.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from localcluster.errors import ClusterError
+from localcluster.locking import locked
 from localcluster.progress import Steps
 from localcluster.settings import cache_root
 from localcluster.shell import run, tail
@@ -84,8 +83,7 @@ def ensure(names: Iterable[str], steps: Steps) -> Path:
     folder = cache_root() / "bin" / cache_key(go_version())
     if all((folder / name).exists() for name in names):
         return folder
-    folder.mkdir(parents=True, exist_ok=True)
-    with _locked(folder / ".lock", steps):
+    with locked(folder / ".lock", steps, reason="another build of the same programs"):
         missing = [name for name in names if not (folder / name).exists()]
         if missing:
             with steps.step(f"build {', '.join(missing)}", expect="the first time: up to 10 minutes on 2 cores"):
@@ -110,17 +108,6 @@ def _build(names: Sequence[str], folder: Path) -> None:
                     f"building {', '.join(names)} failed (attempt {attempt} of {ATTEMPTS}):\n{tail(result.stderr)}"
                 )
             time.sleep(2**attempt)
-
-
-@contextmanager
-def _locked(path: Path, steps: Steps) -> Iterator[None]:
-    with path.open("w") as handle:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            with steps.step("wait for another build of the same programs"):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
 
 
 def _drop_old(current: Path, *, keep: int = 2) -> None:

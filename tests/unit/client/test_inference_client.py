@@ -362,6 +362,7 @@ async def test_one_params_object_may_be_shared_and_changed_later(client, params)
     assert isinstance(shared, SamplingParams)
 
 
+@pytest.mark.slow
 async def test_a_loop_that_stood_still_does_not_take_its_own_silence_for_the_coordinators(
     pool, client, monkeypatch
 ) -> None:

@@ -77,6 +77,7 @@ def answer(text: str, stops: list[str]) -> str:
     return text
 
 
+@pytest.mark.slow
 @given(TEXTS.filter(bool), STOPS, st.integers(1, 5), st.data())
 @settings(max_examples=60)
 def test_partials_are_a_prefix_of_the_answer_wherever_engines_died(text, stops, interval, data) -> None:

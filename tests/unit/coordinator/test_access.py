@@ -205,6 +205,7 @@ async def test_a_client_takes_its_new_key_from_the_files_when_the_old_one_is_rev
     assert (await asyncio.wait_for(client.add_request([2], params(1)), LONG_SECONDS))["generated_tokens"]
 
 
+@pytest.mark.slow
 async def test_of_two_keys_of_the_server_a_peer_finds_the_right_one(stage, secret) -> None:
     other = generate_key_files(roles=("server",))["server.pub"]
     secret.files["server.pub"] = other + "\n" + secret.files["server.pub"]

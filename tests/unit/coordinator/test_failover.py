@@ -33,6 +33,7 @@ async def check_streams(streams, collect, *, tokens=12) -> None:
         assert got == final["generated_tokens"] == echo_answer([number], tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["vanishes", "leaves", "falls silent", "restarts"])
 async def test_requests_of_a_lost_engine_continue_elsewhere_with_their_tokens(stage, params, collect, way) -> None:
     quick = Timing(heartbeat=0.05, suspect=0.4, dead=2.5, client_dead=60.0, recovery=0.0)
@@ -434,6 +435,7 @@ async def test_the_first_engine_that_outlived_tells_a_coordinator_that_gave_up_w
     assert coordinator.core.verbs.epoch == 3
 
 
+@pytest.mark.slow
 async def test_without_an_engine_a_request_waits_and_then_its_time_is_up(stage, params) -> None:
     stage.coordinator(max_wait_seconds=2.0)
     client = await stage.client()

@@ -92,6 +92,7 @@ async def until_serving(link: ControlLink, names: set[str]) -> None:
             await asyncio.sleep(0.05)
 
 
+@pytest.mark.slow
 async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, params, collect) -> None:
     coordinator = await processes.coordinator()
     doomed = await processes.engine("doomed")
@@ -116,6 +117,7 @@ async def test_engines_and_the_coordinator_may_be_killed_under_load(processes, p
         assert (await future)["generated_tokens"] == echo_answer([*PROMPT, number], 100)
 
 
+@pytest.mark.slow
 async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended(processes, params) -> None:
     coordinator = await processes.coordinator()
     await processes.engine("engine-0")
@@ -137,6 +139,7 @@ async def test_a_coordinator_that_is_killed_while_suspended_comes_back_suspended
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 5)
 
 
+@pytest.mark.slow
 async def test_told_to_end_the_coordinator_finishes_what_is_open_and_an_engine_hands_over(processes, params) -> None:
     coordinator = await processes.coordinator()
     leaving = await processes.engine("leaving", "--drain-seconds", "0", "--echo-step-seconds", "0.1")
@@ -223,6 +226,7 @@ STALL_FACTOR = 15
 """Of what this machine takes to read a control message of the most elements and to answer a STATUS."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", [Role.CLIENT, Role.ENGINE])
 async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(processes, role) -> None:
     """A frame of 8 MiB held it up for seconds, and took 620 MiB."""
@@ -266,6 +270,7 @@ async def test_a_bomb_of_any_kind_neither_fills_nor_holds_up_the_coordinator(pro
     assert coordinator.returncode is None
 
 
+@pytest.mark.slow
 async def test_a_client_that_fills_the_engines_makes_room_for_another(processes, params, collect) -> None:
     await processes.coordinator()
     for name in ("one", "two"):

@@ -170,6 +170,7 @@ def test_a_prompt_shorter_than_a_block_or_no_block_size_has_no_hashes() -> None:
     assert len(hashes_of(router(), PROMPT)) == 4
 
 
+@pytest.mark.slow
 async def test_a_repeated_prompt_goes_where_it_was(stage, params, tmp_path) -> None:
     schedule = tmp_path / "schedule.json"
     coordinator = stage.coordinator(

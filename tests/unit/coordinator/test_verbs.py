@@ -134,6 +134,7 @@ async def test_the_same_operation_id_joins_and_later_gets_the_same_answer(stage,
     assert engine.acted[H.PAUSE] == 1
 
 
+@pytest.mark.slow
 async def test_refusals_are_remembered_by_nobody_and_answers_64_times(stage, control) -> None:
     stage.coordinator()
     engine = await stage.engine()
@@ -361,6 +362,7 @@ async def test_an_engine_that_joins_learns_state_epoch_and_fence(stage, control)
     assert sorted(ack.engines) == ["engine-0", "engine-1"]
 
 
+@pytest.mark.slow
 async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, control) -> None:
     stage.coordinator()
     first = await stage.engine("first", mute={H.PAUSE})

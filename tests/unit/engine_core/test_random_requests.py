@@ -77,6 +77,7 @@ def refusal(engine: EngineCore, request: EngineRequest) -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1800 if SOAK else 300)
 def test_thousands_of_random_requests_leak_nothing() -> None:
     source, clock = random.Random(3), Clock()

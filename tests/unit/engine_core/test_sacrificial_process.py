@@ -94,6 +94,7 @@ async def test_closing_ends_a_call_in_progress_and_the_process(helper: Sacrifici
         helper.call(b"hello", timeout_seconds=LONG_SECONDS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["sleep 600", "hold 600", ""], ids=["busy", "busy in native code", "idle"])
 async def test_it_ends_with_a_parent_that_is_killed(work: str) -> None:
     pid = pid_whose_parent_was_killed(work)

@@ -138,6 +138,7 @@ def test_a_priority_goes_before_a_share() -> None:
     run(engine, answers)
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(20, 60), st.sampled_from([5, 17, 64]))
 def test_nothing_overtakes_the_first_in_line_and_every_answer_is_exact(seed: int, pages: int, max_tokens: int) -> None:

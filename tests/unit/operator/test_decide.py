@@ -144,6 +144,7 @@ def test_an_intent_is_persisted_before_its_signal_and_the_id_is_kept(make_cluste
     assert cluster.status["lifecycle"]["phase"] == "Submitted"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("goal", ["Paused", "Suspended", "Stopped"])
 def test_an_operator_that_dies_anywhere_completes_the_verb_once(make_cluster: Any, goal: str) -> None:
     reference = make_cluster(replicas=2)

@@ -403,6 +403,7 @@ TEMPLATE = st.fixed_dictionaries(
 SIDECARS = PodPolicy(sidecars=True, image_repositories=("registry.example/tools/",), capabilities=("NET_BIND_SERVICE",))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [PodPolicy(), SIDECARS], ids=["default", "sidecars"])
 def test_no_accepted_template_leaves_the_restricted_profile(policy: PodPolicy) -> None:
     accepted = 0

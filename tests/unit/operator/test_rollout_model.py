@@ -253,6 +253,7 @@ def explore(model: Model, *, limit: int | None = None) -> int:
     return len(seen)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("revisions", "max_unavailable", "sizes"),
     [(3, 1, (1,)), (3, 1, (2, 1)), (3, 2, (3, 2)), (3, 1, (4, 3)), (3, 2, (4, 2))],

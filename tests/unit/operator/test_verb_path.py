@@ -136,6 +136,7 @@ def test_the_way_is_a_shortest_one(coordinator: CoordinatorState, desired: Desir
         assert len(sent) == _shortest(coordinator, GOAL[desired])
 
 
+@pytest.mark.slow
 def test_two_changes_of_mind_at_any_step_stay_legal_and_reach_the_last_goal() -> None:
     for coordinator, mix in itertools.product(CoordinatorState, MIXES):
         for first, second, third in itertools.product(DesiredState, repeat=3):

@@ -67,6 +67,7 @@ def outcome(cluster: Cluster) -> tuple[Any, ...]:
     return status["state"], status["ready"], status["updatedReplicas"], engines, objects, sorted(cluster.pods)
 
 
+@pytest.mark.slow
 async def test_killed_at_any_await_the_same_life_is_lived_and_no_signal_acts_twice() -> None:
     whole = Points()
     reference = await live(whole)

@@ -85,6 +85,7 @@ def honest_link(woken: asyncio.Event, cluster: Cluster) -> LossyLink:
     return link
 
 
+@pytest.mark.slow
 async def test_the_verbs_of_one_tenant_work_while_the_others_coordinator_answers_garbage(hostile: Any) -> None:
     leader = Leader(term=7)
     bad = hostile()
@@ -158,6 +159,7 @@ async def test_texts_of_a_coordinator_are_cut_and_escaped(hostile: Any, link_to:
     assert printable("a\tb\x7f\ud800", 100) == r"a\tb\x7f\ud800"
 
 
+@pytest.mark.slow
 async def test_one_that_floods_is_cut_off_for_a_while(hostile: Any, link_to: Any) -> None:
     bad = hostile({"status": lambda: [reply()]}, floods=2 * MAX_MESSAGES_A_SECOND)
     link = link_to(bad.address)

@@ -104,6 +104,7 @@ async def site(tmp_path: Path) -> AsyncIterator[Site]:
     site.coordinator.stop()
 
 
+@pytest.mark.slow
 async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     secret = site.secret
     stream = site.client.add_request_streaming([1, 2], SamplingParams(num_tokens_to_generate=8))
@@ -148,6 +149,7 @@ async def test_a_request_lives_through_a_whole_rotation(site: Site) -> None:
     assert len(site.coordinator.core.clients) == 1
 
 
+@pytest.mark.slow
 async def test_a_real_engine_takes_up_its_new_key_by_itself_amid_requests(tmp_path: Path) -> None:
     site = Site(Mounted(tmp_path))
     settings = EngineSettings(

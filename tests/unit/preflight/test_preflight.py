@@ -86,7 +86,7 @@ async def test_a_pod_that_runs_its_ranks_already_is_no_obstacle() -> None:
 
     server = await asyncio.start_server(hang_up, names(3)[1], port)
     async with server:
-        found = await preflight(plan(0, port, nodes=3, seconds=10.0))
+        found = await preflight(plan(0, port, nodes=3, seconds=4.0))
     assert found == {names(3)[1]: Outcome.REACHABLE, names(3)[2]: Outcome.REACHABLE}
 
 
@@ -122,7 +122,7 @@ async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
 
 async def test_a_pod_without_an_address_is_left_to_the_scheduler() -> None:
     waits = PreflightPlan(
-        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=10.0, listen="127.0.77.1"
+        node=0, names=("127.0.77.1", "pod-1.invalid"), port=free_port(), timeout_seconds=4.0, listen="127.0.77.1"
     )
     assert await preflight(waits) == {"pod-1.invalid": Outcome.ABSENT}
 

@@ -66,6 +66,7 @@ def test_uniform_is_below_1_for_the_largest_words(monkeypatch: pytest.MonkeyPatc
     assert 0 < uniform(np.zeros(1, np.uint64), np.zeros(1, np.int64))[0] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("temperature", "top_k", "top_p", "min_p"),
     [
@@ -130,6 +131,7 @@ def test_the_likeliest_token_passes_the_highest_min_p(top_k: int, top_p: float) 
     assert np.array_equal(draw(logits, min_p=1.0, top_k=top_k, top_p=top_p), logits.argmax(axis=-1))
 
 
+@pytest.mark.slow
 def test_large_vocabulary_is_drawn_from_whole_however_flat() -> None:
     """More tokens matter than are sorted at first: every stage of the search must agree with the definition."""
     vocabulary, draws = 9000, 300

@@ -218,6 +218,7 @@ async def test_who_goes_is_told_and_who_is_cut_is_not_heard_again(either: Port) 
     assert either.gone.empty()
 
 
+@pytest.mark.slow
 async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_port, keys: Path) -> None:
     for options in ({}, {"keys": keys}):
         port = make_port(check_seconds=0.6, **options)
@@ -233,7 +234,7 @@ async def test_a_silent_connection_is_ended_and_one_that_answers_is_kept(make_po
             silent = await asyncio.wait_for(port.gone.get(), LONG_SECONDS)
             assert silent != peer
             assert port.ended_by_peer == {silent: False}
-        await asyncio.sleep(3.0)
+        await asyncio.sleep(1.5)
         assert list(port.connections) == [peer]
 
 
@@ -245,6 +246,7 @@ async def test_a_ping_is_answered_with_its_context(port: Port) -> None:
     raw.close()
 
 
+@pytest.mark.slow
 async def test_pings_of_one_who_does_not_read_are_answered_within_bounds(port: Port) -> None:
     raw = await port.raw()
     raw.pause()

@@ -188,6 +188,7 @@ async def test_changed_bytes_of_libzmqs_dealer_end_their_connection_at_most(
     assert either.router.handler_errors == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("relay_kind", [MutatingRelay, LateRelay], ids=["handshake", "messages"])
 @repeated(soak=20)
 async def test_changed_bytes_of_libzmqs_router_end_a_connection_of_our_dealer_at_most(

@@ -1,0 +1,26 @@
+"""File locks between processes. The kernel releases the lock of a killed process."""
+
+from __future__ import annotations
+
+import fcntl
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from localcluster.progress import Steps
+
+
+@contextmanager
+def locked(path: Path, steps: Steps, *, reason: str) -> Iterator[None]:
+    """Hold the lock of the file `path`, which is created.
+
+    reason: what a process that has to wait reports, "another build of the same programs" for example.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as handle:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            with steps.step(f"wait for {reason}"):
+                fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
