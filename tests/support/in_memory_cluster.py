@@ -80,6 +80,7 @@ class FakeEngine:
     revision: str
     uid: str
     draining: bool = False
+    serving: bool = True
 
 
 @dataclass
@@ -161,7 +162,9 @@ class FakeCoordinator:
             fence=self.fence,
             operations=dict(self.operations),
             engines=tuple(
-                EngineReport(name, name, engine.state, engine.revision, draining=engine.draining)
+                EngineReport(
+                    name, name, engine.state, engine.revision, serving=engine.serving, draining=engine.draining
+                )
                 for name, engine in sorted(self.engines.items())
             ),
             queue_length=self.queue,

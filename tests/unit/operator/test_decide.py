@@ -405,6 +405,48 @@ def test_scaling_down_drains_the_highest_index_first(make_cluster: Any) -> None:
     assert cluster.state == "Running"
 
 
+@pytest.mark.parametrize("code", [409, 412, 423, 424])
+def test_an_engine_whose_drain_was_rejected_is_drained_again_before_it_goes(make_cluster: Any, code: int) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.patch(replicas=1)
+    cluster.step()
+    cluster.step()
+    cluster.coordinator.fail("nothing was done", code=code)
+    cluster.settle()
+    assert cluster.signals() == ["DRAIN demo-engine-1"] * 2
+    assert cluster.engine_pods() == ["demo-engine-0-0"]
+
+
+def test_an_engine_that_still_loads_is_removed_without_a_drain(make_cluster: Any) -> None:
+    cluster = make_cluster(replicas=2)
+    cluster.settle()
+    cluster.coordinator.engines["demo-engine-1"].serving = False
+    cluster.patch(replicas=1)
+    cluster.settle()
+    assert cluster.signals() == []
+    assert cluster.engine_pods() == ["demo-engine-0-0"]
+
+
+def test_an_engine_without_its_statefulset_keeps_its_revision_in_the_status(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    before = cluster.status["engines"]
+    assert before[0]["revision"]
+    del cluster.objects[ChildRef("StatefulSet", "demo-engine-0", "apps/v1")]
+    cluster.step()
+    assert cluster.status["engines"][0]["revision"] == before[0]["revision"]
+
+
+def test_a_coordinator_that_does_not_answer_is_reported_with_its_error(make_cluster: Any) -> None:
+    cluster = make_cluster()
+    cluster.settle()
+    cluster.coordinator = None
+    cluster.step()
+    assert cluster.condition("Ready")["reason"] == "CoordinatorUnreachable"
+    assert "the coordinator to answer (refused)" in cluster.condition("Ready")["message"]
+
+
 def test_scaling_down_waits_while_paused(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=2)
     cluster.settle()
