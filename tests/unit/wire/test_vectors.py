@@ -1,4 +1,4 @@
-"""The bytes of every message are fixed: docs/reference/protocol.md is what other implementations are written against."""
+"""The bytes of every message are fixed: other implementations are written against docs/reference/protocol.md."""
 
 from pathlib import Path
 
