@@ -12,7 +12,9 @@ import re
 import subprocess
 import sys
 import tomllib
+import warnings
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,7 +28,11 @@ Table = list[str]
 
 
 def _cell(text: str) -> str:
-    return " ".join(str(text).split()).replace("|", "\\|")
+    """One cell of a table, beginning with a capital letter if it is prose."""
+    line = " ".join(str(text).split()).replace("|", "\\|")
+    if "`" not in line:
+        line = line.replace("{", "&#123;")
+    return line[:1].upper() + line[1:] if " " in line else line
 
 
 def _table(*header: str, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> Table:
@@ -143,9 +149,16 @@ def _application() -> Any:
     return create_app(settings, backend=SimpleNamespace(), tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
+@cache
+def _described() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GET and HEAD of a probe share an operation id
+        return _application().openapi()
+
+
 def openapi() -> Table:
     """Routes of openapi(), one row for each path and method."""
-    described = _application().openapi()
+    described = _described()
     rows = [
         (f"`{method.upper()} {path}`", (operation.get("requestBody") and "JSON") or "")
         for path, operations in described["paths"].items()
@@ -156,7 +169,7 @@ def openapi() -> Table:
 
 
 def _schema(path: str) -> dict[str, Any]:
-    content = _application().openapi()["paths"][path]["post"]["requestBody"]["content"]
+    content = _described()["paths"][path]["post"]["requestBody"]["content"]
     return content["application/json"]["schema"]
 
 
@@ -240,6 +253,8 @@ def chart_values() -> Table:
         value, described = values, schema
         for name in names:
             value, described = value[name], (described.get("properties") or {}).get(name, {})
+            if "$ref" in described:
+                described = schema[described["$ref"].split("/")[1]][described["$ref"].split("/")[2]]
         if not isinstance(value, dict) or not value or names[-1] == "resources":
             rows.append((f"`{'.'.join(names)}`", _default(value), _choices(described), " ".join(comments)))
         elif comments:
