@@ -121,6 +121,7 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) -m megatron_operator.generate --check
+	$(PY) docs/generate.py --check
 
 requirements: build/setup.stamp ## pin what the images hold: requirements/*.txt, with hashes and without an index
 	@compile="$(UV) pip compile -q --upgrade --universal --python-version 3.11 --generate-hashes --no-emit-index-url --no-header"
@@ -138,3 +139,4 @@ release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGIS
 
 generate: setup ## write the generated files: CRD, install manifest, reference page
 	@$(PY) -m megatron_operator.generate
+	$(PY) docs/generate.py

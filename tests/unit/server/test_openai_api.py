@@ -1,4 +1,4 @@
-"""The OpenAI API as the openai SDK and plain HTTP see it, and its documentation in docs/serve.md."""
+"""The OpenAI API as the openai SDK and plain HTTP see it, and its documentation."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megatron_runtime.server.openai.schema import ChatRequest, CompletionRequest
 from megatron_runtime.server.tools import PARSERS
 
 CHAT: dict[str, Any] = {"model": "smollm2", "temperature": 0, "messages": [{"role": "user", "content": "Hi"}]}
-PAGE = (Path(__file__).parents[3] / "docs" / "serve.md").read_text()
+PAGE = "".join(page.read_text() for page in sorted((Path(__file__).parents[3] / "docs").rglob("*.md")))
 COMPLETION: dict[str, Any] = {"model": "smollm2", "temperature": 0, "prompt": "Once", "max_tokens": 100}
 
 
