@@ -1,0 +1,87 @@
+"""Check the wording of all files in the repository: `python tools/check_prose.py [FILE ...]`.
+
+Two checks: no text matches a rule of glossary.toml, and no line of prose in Markdown is longer than 100 columns
+(tables, code blocks and lines that a link makes long are not prose). Prints `path:line: message` for each finding and
+exits with 1 if there is one.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+GLOSSARY = Path(__file__).with_name("glossary.toml")
+SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".tpl", ".txt", ".html", ".js", ".css", ".cpp", ".h", ".go", ""}
+EXEMPT = {"tools/glossary.toml", "LICENSE"}
+COLUMNS = 100
+
+
+class Rule(NamedTuple):
+    reject: re.Pattern[str]
+    write: str
+    exceptions: re.Pattern[str] | None
+
+
+def read_rules(path: Path = GLOSSARY) -> list[Rule]:
+    """Return the rules of a glossary file."""
+
+    def rule(entry: dict[str, str | list[str]]) -> Rule:
+        exceptions = "|".join(entry.get("except", ()))
+        return Rule(
+            re.compile(rf"(?<![a-z])(?:{entry['reject']})(?![a-z])", re.IGNORECASE),
+            str(entry["write"]),
+            re.compile(exceptions, re.IGNORECASE) if exceptions else None,
+        )
+
+    return [rule(entry) for entry in tomllib.loads(path.read_text())["rule"]]
+
+
+def wording(text: str, rules: list[Rule]) -> Iterator[tuple[int, str]]:
+    """Yield line number and message of each match of a rule, except inside one of the rule's exceptions."""
+    for number, line in enumerate(text.splitlines(), 1):
+        for reject, write, exceptions in rules:
+            allowed = [m.span() for m in exceptions.finditer(line)] if exceptions else []
+            for match in reject.finditer(line):
+                if not any(start <= match.start() and match.end() <= end for start, end in allowed):
+                    yield number, f"'{match.group()}': write {write}"
+
+
+def long_lines(text: str) -> Iterator[tuple[int, str]]:
+    """Yield each line of Markdown prose above the column limit."""
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.lstrip().startswith(("```", "~~~")):
+            in_code = not in_code
+        prose = not (in_code or line.lstrip().startswith(("|", "<", "[")) or line.startswith("    "))
+        if prose and len(line) > COLUMNS and " " in line.strip()[:COLUMNS]:
+            yield number, f"{len(line)} columns: wrap at {COLUMNS}"
+
+
+def main(arguments: list[str]) -> int:
+    rules = read_rules()
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [str(Path(name).resolve().relative_to(ROOT)) for name in arguments] or listed.splitlines()
+    findings = 0
+    for name in names:
+        path = ROOT / name
+        if name in EXEMPT or path.suffix not in SUFFIXES or not path.is_file() or path.is_symlink():
+            continue
+        try:
+            text = path.read_text()
+        except UnicodeDecodeError:
+            continue
+        found = [*wording(text, rules), *(long_lines(text) if path.suffix == ".md" else ())]
+        for number, message in found:
+            print(f"{name}:{number}: {message}")
+        findings += len(found)
+    return 1 if findings else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
