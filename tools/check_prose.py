@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 GLOSSARY = Path(__file__).with_name("glossary.toml")
-SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".sh", ".tpl", ".txt", ".html", ".js", ".css", ".cpp", ".h", ".go", ""}
+SUFFIXES = set(".py .md .yaml .yml .toml .sh .tpl .txt .html .js .css .cpp .h .go".split()) | {""}
 EXEMPT = {"tools/glossary.toml", "LICENSE"}
 COLUMNS = 100
 
