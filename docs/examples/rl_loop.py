@@ -1,8 +1,8 @@
 """A small reinforcement learning loop: generate, score, train, and update the weights of the engine in place.
 
 The policy is a transformers model that the program trains; the engine generates from a copy of its weights. After each
-training step the program pauses the engine, gives it the new weights under the next epoch, and unpauses it. Every answer
-lists the epoch that sampled each of its tokens. The reward prefers short words; it stands for a real one.
+training step the program pauses the engine, gives it the new weights under the next epoch, and unpauses it. Every
+answer lists the epoch that sampled each of its tokens. The reward prefers short words; it stands for a real one.
 
 python docs/examples/rl_loop.py --model DIRECTORY --steps 3      (needs transformers)
 """

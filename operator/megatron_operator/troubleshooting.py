@@ -23,16 +23,16 @@ Generated from the operator's table of reasons by `make generate`.
 <!-- test: cluster -->
 ```sh
 kubectl get mi                      # the REASON column is the reason of the condition Ready
-kubectl megatron explain NAME       # the chain from the resource to the pod, the scheduler or the rank
+kubectl megatron explain NAME       # from the resource down to the pod, the scheduler or the rank
 kubectl describe mi NAME            # conditions, the plan and Events
 ```
 
-`status.plan` says in one sentence what the operator does and what it waits for, whenever the resource is
-not settled. The condition `Degraded` is True when waiting alone may not help. Its message quotes the
-scheduler, the kubelet or the container. Look up its reason below.
+`status.plan` says in one sentence what the operator does and what it waits for, whenever the
+resource is not settled. The condition `Degraded` is True when waiting alone may not help. Its
+message quotes the scheduler, the kubelet or the container. Look up its reason below.
 
-If the resource has no status at all, no operator serves its namespace: check `operator.namespaces` of
-the chart, the operator's pods and its Lease. If the status is that of an earlier change
+If the resource has no status at all, no operator serves its namespace: check `operator.namespaces`
+of the chart, the operator's pods and its Lease. If the status is that of an earlier change
 (`status.observedGeneration`), read the operator's log.
 
 For errors that HTTP clients get, see
