@@ -123,7 +123,7 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	$(PY) -m megatron_operator.generate --check
 
 # uv keeps the site generator in its own cache, apart from .venv.
-ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.1.2' zensical
+ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.0.73' zensical
 
 docs: $(if $(shell command -v uv),,build/uv/bin/uv) ## the documentation site in build/site; a dead link or missing anchor fails
 	@$(ZENSICAL) build --clean --strict
