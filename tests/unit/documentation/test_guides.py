@@ -36,7 +36,7 @@ from megatron_operator.model.resource import KIND, parse_spec
 ROOT = Path(__file__).parents[3]
 PAGES = sorted(page for folder in ("get-started", "guides") for page in (ROOT / "docs" / folder).glob("*.md"))
 KINDS = re.compile(r'run|soak|cluster|setup|background until "(?P<text>[^"]+)"|skip: \S.*')
-BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>.+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
+BLOCK = re.compile(r"(?:^<!-- test: (?P<marker>[^\n]+) -->\n)?^```(?P<language>\w*)\n(?P<code>.*?)^```$", re.M | re.S)
 LINKED = ("charts", "docs", "manifests")
 
 
