@@ -121,6 +121,7 @@ lint: setup ## ruff, mypy, import contracts, generated files current
 	.venv/bin/mypy
 	.venv/bin/lint-imports
 	$(PY) -m megatron_operator.generate --check
+	$(PY) docs/generate.py --check
 
 # uv keeps the site generator in its own cache, apart from .venv.
 ZENSICAL := $(UV) tool run --quiet --from 'zensical==0.0.73' zensical
@@ -147,3 +148,4 @@ release-images: ## both images of a release: BASE_IMAGE=NAME@sha256:DIGEST REGIS
 
 generate: setup ## write the generated files: CRD, install manifest, reference pages, troubleshooting guide
 	@$(PY) -m megatron_operator.generate
+	$(PY) docs/generate.py

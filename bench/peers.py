@@ -4,7 +4,8 @@
 
 Each engine is a process of its own that waits while another is measured; all are pinned to the same processors. In each
 round every engine runs every cell once, one after the other; a cell's figure is the median of the rounds. Peers live in
-environments of their own (docs/performance.md says how to make them); one that does not start is named with its error.
+environments of their own (docs/development/benchmarks.md says how to make them); one that does not start is named with
+its error.
 What is there is written after each round of engines and each cell of servers. Engines and servers on weights of one
 kind are a part of the file, which one run measures whole: the figures of a part are of one machine in one hour.
 """
@@ -70,7 +71,7 @@ def _end(*_: object) -> None:
 @click.option("--seconds-each", type=float, default=45, help="An engine has on weights; then no new round.", **_HELP)
 @click.option("--threads", type=click.IntRange(min=1), default=2, **_HELP)
 @click.option("--models", type=click.Path(file_okay=False, path_type=Path), default="build/peers/models", **_HELP)
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="docs/peers.json", **_HELP)
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/peers.json", **_HELP)
 def main(
     *,
     venv: Path | None,
@@ -84,7 +85,7 @@ def main(
     models: Path,
     path: Path,
 ) -> None:
-    """Measure the engine and its server beside others; write docs/peers.json and a plot beside it.
+    """Measure the engine and its server beside others; write build/peers.json and a plot beside it.
 
     What the file holds of weights, engines or servers, that this run does not measure, stays.
     """

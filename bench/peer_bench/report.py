@@ -1,4 +1,4 @@
-"""What was measured, as the document that docs/peers.json holds, and as a plot beside it."""
+"""What was measured, as a JSON document and a plot beside it."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ def _options(command: click.Command) -> Iterator[str]:
         yield f"| {names} | {_default(option)} | {_escape((option.help or '') + choices + variable)} |"
 
 
-def _section(program: str, name: str, command: click.Command) -> list[str]:
+def section(program: str, name: str, command: click.Command) -> list[str]:
+    """The lines of one command: usage, help and a table of its options."""
     arguments = [param.human_readable_name for param in command.params if isinstance(param, click.Argument)]
     usage = " ".join([program, name, *arguments])
     rows = list(_options(command))
@@ -49,5 +50,5 @@ def cli_page() -> str:
     for program, group in PROGRAMS:
         lines += ["", f"## {program}", "", _escape(group.help or "")]
         for name, command in sorted(group.commands.items()):
-            lines += _section(program, name, command)
+            lines += section(program, name, command)
     return "\n".join(lines) + "\n"

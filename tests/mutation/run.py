@@ -1,4 +1,6 @@
-"""Mutation testing: change the product a little, and see whether a test fails. `docs/mutation.md` tells how to read it.
+"""Mutation testing: change the product a little, and see whether a test fails.
+
+`docs/development/mutation-testing.md` explains the results.
 
     MEGATRON_MUTANTS=N   how many mutants, drawn from all (default 200).
     MEGATRON_SEED=N      of the draw (default 1): the same number draws the same mutants.

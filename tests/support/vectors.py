@@ -1,6 +1,6 @@
 """Test vectors: one example of every message with its exact bytes.
 
-`PYTHONPATH=tests/support .venv/bin/python -m vectors` prints the table at the end of docs/protocol.md.
+`PYTHONPATH=tests/support .venv/bin/python -m vectors` prints the table at the end of docs/reference/protocol.md.
 """
 
 from __future__ import annotations

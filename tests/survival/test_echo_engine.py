@@ -117,7 +117,7 @@ def test_faults_are_read_and_what_is_none_is_refused() -> None:
 
 
 def test_the_documented_faults_are_faults() -> None:
-    page = Path(__file__).parents[2] / "docs" / "survival.md"
+    page = Path(__file__).parents[2] / "docs" / "development" / "fault-injection.md"
     specs = [line.split("`")[1] for line in page.read_text().splitlines() if re.match(r"\| `[a-z]+-", line)]
     kinds = {FailStep, SlowStep, FailVerb, StallVerb, DropHeartbeats, IgnoreAborts, CrashOnToken}
     assert {type(fault) for fault in parse_faults(specs).all} == kinds

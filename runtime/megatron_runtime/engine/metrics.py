@@ -1,4 +1,4 @@
-"""Prometheus metrics of an engine, read at the moment of the scrape. docs/reference/metrics.md lists them."""
+"""Prometheus metrics of an engine, read at the moment of the scrape. docs/reference/metrics.md lists the names."""
 
 from __future__ import annotations
 

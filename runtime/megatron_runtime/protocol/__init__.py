@@ -1,1 +1,4 @@
-"""Messages, headers, codec, limits and lifecycle tables of docs/protocol.md. Imports nothing of the project."""
+"""Messages, headers, codec, limits and lifecycle tables of docs/reference/protocol.md.
+
+Imports nothing of the project.
+"""

@@ -1,6 +1,6 @@
 """Every lifecycle table: states of engines and coordinators, legal signals, and the paths between states.
 
-The coordinator, the engines and the operator's planner read the same tables (docs/protocol.md).
+The coordinator, the engines and the operator's planner read the same tables (docs/reference/protocol.md).
 """
 
 from __future__ import annotations

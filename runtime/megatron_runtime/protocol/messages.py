@@ -1,4 +1,4 @@
-"""All messages of docs/protocol.md as types, and `decode`, which reads any of them.
+"""All messages of docs/reference/protocol.md as types, and `decode`, which reads any of them.
 
 A message is one frame, a list. Control messages (registration, liveness, verbs, STATUS, ERROR) are `[header, map]`:
 they are read by field name and validated here, unknown keys are ignored, and every number, text and list has a bound.
@@ -431,7 +431,7 @@ class Final(NamedTuple):
     tokens: bytes
     """All generated tokens, including those that DISPATCH carried."""
     reply: bytes
-    """msgpack map; see docs/protocol.md."""
+    """msgpack map; see docs/reference/protocol.md."""
 
     def to_frames(self) -> Frames:
         return [pack((_FINAL, *self))]

@@ -1,4 +1,4 @@
-"""The bytes of every message are fixed: docs/protocol.md is what other implementations are written against."""
+"""The bytes of every message are fixed: other implementations are written against docs/reference/protocol.md."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from vectors import VECTORS, as_markdown
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.protocol.messages import Control, Plain, decode, unpack
 
-PROTOCOL = Path(__file__).parents[3] / "docs" / "protocol.md"
+PROTOCOL = Path(__file__).parents[3] / "docs" / "reference" / "protocol.md"
 
 
 def test_the_page_carries_every_vector_byte_for_byte() -> None:

@@ -1,0 +1,466 @@
+"""Write the generated parts of docs/reference: `python docs/generate.py [--check]`.
+
+A page has prose and, between `<!-- generated: NAME -->` and `<!-- end -->`, tables that follow from the code. The
+pages of the resource and of the operator's commands come from `python -m megatron_operator.generate`.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import tomllib
+import warnings
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "reference"
+RUNTIME = ROOT / "runtime" / "megatron_runtime"
+_BLOCK = re.compile(r"<!-- generated: ([a-z-]+) -->\n.*?<!-- end -->", re.DOTALL)
+
+Table = list[str]
+
+
+def _cell(text: str) -> str:
+    """One cell of a table, beginning with a capital letter if it is prose."""
+    line = " ".join(str(text).split()).replace("|", "\\|")
+    if "`" not in line:
+        line = line.replace("{", "&#123;")
+    return line[:1].upper() + line[1:] if " " in line else line
+
+
+def _table(*header: str, rows: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> Table:
+    lines = [f"| {' | '.join(header)} |", f"|{'---|' * len(header)}"]
+    return [*lines, *(f"| {' | '.join(map(_cell, row))} |" for row in rows)]
+
+
+# --- command line ---------------------------------------------------------------------------------------------------
+
+
+def commands() -> Table:
+    """Every command of `megatron`, from the commands themselves."""
+    import click
+
+    from megatron_operator.cli_reference import section
+    from megatron_runtime.cli import main
+
+    def walk(path: str, group: click.Group) -> Iterator[str]:
+        context = click.Context(group)
+        for name in group.list_commands(context):
+            command = group.get_command(context, name)
+            if isinstance(command, click.Group):
+                yield from walk(f"{path} {name}", command)
+            elif command is not None:
+                yield from section(path, name, command)
+
+    return list(walk("megatron", main))
+
+
+# --- metrics --------------------------------------------------------------------------------------------------------
+
+
+def _families(registry: Any) -> list[tuple[str, ...]]:
+    """Name, type, labels and help of every metric of a registry, in the order of their names."""
+    labels_by_name: dict[str, tuple[str, ...]] = {}
+    for collector in registry._collector_to_names:
+        if hasattr(collector, "_labelnames"):
+            labels_by_name[collector._name] = collector._labelnames
+    rows = []
+    for family in registry.collect():
+        suffix = "_total" if family.type == "counter" else ""
+        labels = getattr(family, "_labelnames", None) or labels_by_name.get(family.name, ())
+        if not labels and family.samples:
+            labels = [label for label in family.samples[0].labels if label != "le"]
+        text = family.documentation.strip()
+        rows.append((f"`{family.name}{suffix}`", family.type, ", ".join(f"`{label}`" for label in labels), text))
+    return sorted(set(rows))
+
+
+def _with_vllm(rows: list[tuple[str, ...]]) -> Table:
+    """The rows of this project's names, and whether the metric is exposed under vLLM's name as well."""
+    vllm = {row[0].removeprefix("`vllm:") for row in rows if row[0].startswith("`vllm:")}
+    own = [row for row in rows if not row[0].startswith("`vllm:")]
+    named = (
+        (name, kind, labels, "yes" if name.removeprefix("`megatron_") in vllm else "", text)
+        for name, kind, labels, text in own
+    )
+    return _table("metric", "type", "labels", "`vllm:`", "meaning", rows=list(named))
+
+
+def server_metrics() -> Table:
+    from megatron_runtime.server.metrics import ServerMetrics
+
+    rows = _families(ServerMetrics(model="model", vllm=True).registry)
+    shared = [row for row in rows if not row[0].startswith("`process_")]
+    return _with_vllm(shared)
+
+
+def engine_metrics() -> Table:
+    from prometheus_client import CollectorRegistry
+
+    from megatron_runtime.engine.engine_request import BackendStats
+    from megatron_runtime.engine.lifecycle import Lifecycle
+    from megatron_runtime.engine.metrics import EngineMetrics
+
+    stats = BackendStats(last_step=0.0)
+    registry = CollectorRegistry()
+    registry.register(EngineMetrics(Lifecycle(SimpleNamespace()), lambda: stats))
+    return _with_vllm(_families(registry))
+
+
+def coordinator_metrics() -> Table:
+    from prometheus_client import CollectorRegistry
+
+    from megatron_runtime.coordinator.core.coordinator import CoordinatorCore
+    from megatron_runtime.coordinator.core.settings import CoordinatorSettings
+    from megatron_runtime.coordinator.metrics import CoordinatorMetrics
+
+    core = CoordinatorCore(CoordinatorSettings(), now=0.0, randbits=lambda bits: 0)
+    registry = CollectorRegistry()
+    registry.register(CoordinatorMetrics(core))
+    return _table("metric", "type", "labels", "meaning", rows=_families(registry))
+
+
+def operator_metrics() -> Table:
+    from megatron_operator.controller.metrics import Metrics
+
+    metrics = Metrics()
+    metrics.show(lambda: ())
+    rows = [row for row in _families(metrics.registry) if not row[0].startswith("`process_")]
+    return _table("metric", "type", "labels", "meaning", rows=rows)
+
+
+# --- HTTP API -------------------------------------------------------------------------------------------------------
+
+
+def _application() -> Any:
+    """The server's application, with a tokenizer and a coordinator that nothing is asked of."""
+    from megatron_runtime.server.app import create_app
+    from megatron_runtime.server.settings import ServerSettings
+
+    tokenizer = SimpleNamespace(context_length=None, chat_template=None)
+    settings = ServerSettings(tool_call_parser="none", vllm_metrics=False)
+    return create_app(settings, backend=SimpleNamespace(), tokenizer=tokenizer)  # type: ignore[arg-type]
+
+
+@cache
+def _described() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # GET and HEAD of a probe share an operation id
+        return _application().openapi()
+
+
+def openapi() -> Table:
+    """Routes of openapi(), one row for each path and method."""
+    described = _described()
+    rows = [
+        (f"`{method.upper()} {path}`", (operation.get("requestBody") and "JSON") or "")
+        for path, operations in described["paths"].items()
+        for method, operation in operations.items()
+        if method != "head"
+    ]
+    return _table("route", "body", rows=sorted(rows, key=lambda row: row[0].split(" ")[1]))
+
+
+def _schema(path: str) -> dict[str, Any]:
+    content = _described()["paths"][path]["post"]["requestBody"]["content"]
+    return content["application/json"]["schema"]
+
+
+def _type(field: dict[str, Any], definitions: dict[str, Any]) -> str:
+    """The type of a field and its limits, in words."""
+    if "$ref" in field:
+        return _type(definitions[field["$ref"].rpartition("/")[2]], definitions)
+    if "anyOf" in field:
+        kinds = [_type(each, definitions) for each in field["anyOf"] if each.get("type") != "null"]
+        return " or ".join(dict.fromkeys(kinds))
+    if "enum" in field:
+        return " or ".join(f"`{value}`" for value in field["enum"])
+    kind = field.get("type", "any")
+    if kind == "array":
+        kind = f"array of {_type(field.get('items', {}), definitions)}"
+    low = field.get("minimum", field.get("exclusiveMinimum"))
+    high = field.get("maximum", field.get("exclusiveMaximum"))
+    if low is not None and high is not None and abs(high) <= 100_000:
+        above = "above " if "exclusiveMinimum" in field else ""
+        kind += f", {above}{low:g} to {high:g}"
+    elif low is not None and abs(low) <= 100_000:
+        kind += f", at least {low:g}"
+    most = field.get("maxItems", field.get("maxLength", field.get("maxProperties")))
+    return f"{kind}, at most {most:,}" if most is not None else kind
+
+
+def _fields(path: str, section: str) -> list[tuple[str, ...]]:
+    texts = tomllib.loads((ROOT / "docs" / "http_fields.toml").read_text())
+    schema = _schema(path)
+    required = schema.get("required", ())
+    known = texts[section] if section in ("tokenize", "detokenize") else texts["common"] | texts[section]
+    properties = schema["properties"]
+    for name in (*properties.keys() - known.keys(), *known.keys() - properties.keys()):
+        raise SystemExit(f"docs/http_fields.toml, [{section}] and [common]: {name} is missing, or no field of {path}")
+    return [
+        (f"`{name}`" + (" (required)" if name in required else ""), _type(field, schema.get("$defs", {})), known[name])
+        for name, field in properties.items()
+        if section in ("tokenize", "detokenize") or name in texts[section]
+    ]
+
+
+def _common_fields() -> Table:
+    texts = tomllib.loads((ROOT / "docs" / "http_fields.toml").read_text())["common"]
+    schema = _schema("/v1/chat/completions")
+    rows = [
+        (f"`{name}`", _type(schema["properties"][name], schema.get("$defs", {})), text) for name, text in texts.items()
+    ]
+    return _table("field", "type", "meaning", rows=rows)
+
+
+def _own_fields(path: str, section: str) -> Callable[[], Table]:
+    return lambda: _table("field", "type", "meaning", rows=_fields(path, section))
+
+
+# --- chart ----------------------------------------------------------------------------------------------------------
+
+
+def chart_values() -> Table:
+    """Values of the chart with their defaults, and the comment above each as its meaning."""
+    import yaml
+
+    chart = ROOT / "charts" / "megatron-inference"
+    schema = json.loads((chart / "values.schema.json").read_text())
+    text = (chart / "values.yaml").read_text()
+    values = yaml.safe_load(text)
+    rows: list[tuple[str, ...]] = []
+    path: list[tuple[int, str]] = []
+    comments: list[str] = []
+    for line in text.splitlines():
+        if not line.strip():
+            comments = []
+            continue
+        if line.strip().startswith("#"):
+            comments.append(line.strip().removeprefix("#").strip())
+            continue
+        match = re.match(r"( *)([A-Za-z]+):", line)
+        if match is None:
+            continue
+        path = [(depth, name) for depth, name in path if depth < len(match[1])] + [(len(match[1]), match[2])]
+        names = [name for _, name in path]
+        value, described = values, schema
+        for name in names:
+            value, described = value[name], (described.get("properties") or {}).get(name, {})
+            if "$ref" in described:
+                described = schema[described["$ref"].split("/")[1]][described["$ref"].split("/")[2]]
+        if not isinstance(value, dict) or not value or names[-1] == "resources":
+            rows.append((f"`{'.'.join(names)}`", _default(value), _choices(described), " ".join(comments)))
+        elif comments:
+            rows.append((f"`{'.'.join(names)}`", "", "", " ".join(comments)))
+        comments = []
+    seen = [row for row in rows if not row[0].startswith("`operator.resources.")]
+    return _table("value", "default", "type", "meaning", rows=seen)
+
+
+def _default(value: Any) -> str:
+    return f"`{json.dumps(value)}`"
+
+
+def _choices(described: dict[str, Any]) -> str:
+    if "enum" in described:
+        return ", ".join(f"`{value}`" for value in described["enum"])
+    kind = described.get("type", "")
+    return " or ".join(kind) if isinstance(kind, list) else kind
+
+
+# --- Python ---------------------------------------------------------------------------------------------------------
+
+_FIELD_TEXT = re.compile(r"^([a-z_A-Z][\w, ]*):\s+(.*)$")
+
+
+def _class(module: str, name: str) -> ast.ClassDef:
+    tree = ast.parse((RUNTIME / module).read_text())
+    return next(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name)
+
+
+def _texts(docstring: str) -> tuple[str, dict[str, str]]:
+    """The prose of a docstring, and the text of each argument that it describes as `name: text`."""
+    prose: list[str] = []
+    texts: dict[str, str] = {}
+    current: list[str] = []
+    for line in docstring.splitlines():
+        match = _FIELD_TEXT.match(line)
+        if match and all(part.isidentifier() for part in match[1].replace(" ", "").split(",")):
+            current = match[1].replace(" ", "").split(",")
+            for field in current:
+                texts[field] = match[2]
+        elif current and line.startswith(" "):
+            for field in current:
+                texts[field] += " " + line.strip()
+        else:
+            current = []
+            prose.append(line)
+    return "\n".join(prose).strip(), texts
+
+
+def _attributes(module: str, name: str) -> Callable[[], Table]:
+    """The fields of a dataclass, with types, defaults and the meaning that its docstring has."""
+
+    def write() -> Table:
+        node = _class(module, name)
+        _, texts = _texts(ast.get_docstring(node) or "")
+        rows = []
+        body = node.body
+        for place, item in enumerate(body):
+            if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name):
+                continue
+            field = item.target.id
+            if field.startswith("_"):
+                continue
+            after = body[place + 1] if place + 1 < len(body) else None
+            text = texts.get(field, "")
+            if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+                text = text or str(after.value.value)
+            default = f"`{ast.unparse(item.value)}`" if item.value is not None else ""
+            rows.append((f"`{field}`", f"`{ast.unparse(item.annotation)}`", default, text))
+        return _table("field", "type", "default", "meaning", rows=rows)
+
+    return write
+
+
+def _methods(*classes: tuple[str, str]) -> Callable[[], Table]:
+    """Signatures and docstrings of public methods and properties."""
+
+    def write() -> Table:
+        rows = []
+        for module, name in classes:
+            for node in _class(module, name).body:
+                if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
+                    continue
+                is_property = any(ast.unparse(item).endswith("property") for item in node.decorator_list)
+                arguments = ast.unparse(node.args).removeprefix("self, ").removeprefix("cls, ")
+                arguments = "" if arguments in ("self", "cls") else arguments
+                call = node.name if is_property else f"{node.name}({arguments})"
+                prefix = "async " if isinstance(node, ast.AsyncFunctionDef) else ""
+                rows.append((f"`{prefix}{call}`", (ast.get_docstring(node) or "").split("\n\n")[0]))
+        return _table("member", "meaning", rows=rows)
+
+    return write
+
+
+def _arguments(module: str, name: str) -> Callable[[], Table]:
+    """The arguments of a constructor."""
+
+    def write() -> Table:
+        node = _class(module, name)
+        _, texts = _texts(ast.get_docstring(node) or "")
+        init = next(item for item in node.body if isinstance(item, ast.FunctionDef) and item.name == "__init__")
+        rows = []
+        positional = init.args.args[1:]
+        defaults: list[ast.expr | None] = [None] * (len(positional) - len(init.args.defaults))
+        defaults += init.args.defaults
+        pairs = [
+            *zip(positional, defaults, strict=True),
+            *zip(init.args.kwonlyargs, init.args.kw_defaults, strict=True),
+        ]
+        for argument, default in pairs:
+            kind = f"`{ast.unparse(argument.annotation)}`" if argument.annotation else ""
+            given = f"`{ast.unparse(default)}`" if default is not None else "required"
+            rows.append((f"`{argument.arg}`", kind, given, texts.get(argument.arg, "")))
+        return _table("argument", "type", "default", "meaning", rows=rows)
+
+    return write
+
+
+def errors() -> Table:
+    tree = ast.parse((RUNTIME / "client" / "rejection.py").read_text())
+    rows = [
+        (f"`{node.name}`", (ast.get_docstring(node) or "").split("\n\n")[0])
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    ]
+    return _table("error", "meaning", rows=rows)
+
+
+# --- environment ----------------------------------------------------------------------------------------------------
+
+_VARIABLE = re.compile(r"MEGATRON_[A-Z0-9_]*[A-Z0-9]")
+_NO_VARIABLES = {"MEGATRON_KERNEL"}
+"""Prefixes in messages, and names that only a test uses to show that it is rejected."""
+
+
+def check_environment() -> list[str]:
+    """Variables of the code that the page lacks, and the reverse."""
+    command = [
+        "git",
+        "grep",
+        "-ohE",
+        "MEGATRON_[A-Z0-9_]+",
+        "--",
+        "*.py",
+        "*.yaml",
+        "Makefile",
+        ":!docs",
+        ":!tests/unit",
+    ]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    code = set(_VARIABLE.findall(found)) - _NO_VARIABLES
+    page = set(_VARIABLE.findall((PAGES / "environment.md").read_text()))
+    operations = {name for name in page if name.startswith("MEGATRON_KERNEL_")}
+    missing = [f"docs/reference/environment.md lacks {name}" for name in sorted(code - page)]
+    return missing + [f"docs/reference/environment.md has {name}" for name in sorted(page - code - operations)]
+
+
+BLOCKS: dict[str, Callable[[], Table]] = {
+    "commands": commands,
+    "server-metrics": server_metrics,
+    "engine-metrics": engine_metrics,
+    "coordinator-metrics": coordinator_metrics,
+    "operator-metrics": operator_metrics,
+    "openapi": openapi,
+    "common-fields": _common_fields,
+    "completion-fields": _own_fields("/v1/completions", "completions"),
+    "chat-fields": _own_fields("/v1/chat/completions", "chat"),
+    "tokenize-fields": _own_fields("/v1/tokenize", "tokenize"),
+    "detokenize-fields": _own_fields("/v1/detokenize", "detokenize"),
+    "chart-values": chart_values,
+    "llm-arguments": _arguments("apis/_llm_base.py", "_MegatronLLMBase"),
+    "llm-methods": _methods(("apis/_llm_base.py", "_MegatronLLMBase"), ("apis/llm.py", "MegatronLLM")),
+    "async-llm-methods": _methods(("apis/async_llm.py", "MegatronAsyncLLM")),
+    "serve-config": _attributes("apis/serve.py", "ServeConfig"),
+    "generation-chunk": _attributes("apis/_llm_base.py", "GenerationChunk"),
+    "sampling-params": _attributes("requests/sampling_params.py", "SamplingParams"),
+    "inference-config": _attributes("requests/config.py", "InferenceConfig"),
+    "client-methods": _methods(("client/inference_client.py", "InferenceClient")),
+    "errors": errors,
+}
+
+
+def main() -> int:
+    check = "--check" in sys.argv[1:]
+    stale = []
+    for page in sorted(PAGES.glob("*.md")):
+        text = page.read_text()
+
+        def block(match: re.Match[str]) -> str:
+            return "\n".join((f"<!-- generated: {match[1]} -->", "", *BLOCKS[match[1]](), "", "<!-- end -->"))
+
+        current = _BLOCK.sub(block, text)
+        if current == text:
+            continue
+        stale.append(page.relative_to(ROOT))
+        if not check:
+            page.write_text(current)
+    for name in stale:
+        print(f"{'out of date' if check else 'wrote'}: {name}")
+    wrong = check_environment()
+    print("\n".join(wrong), file=sys.stderr, end="\n" if wrong else "")
+    if check and stale:
+        print("run `make generate`", file=sys.stderr)
+    return int(bool(wrong) or (check and bool(stale)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
