@@ -1,6 +1,6 @@
 """How long a decode step takes, and what memory it needs, by batch and by context.
 
-    python bench/scaling.py --dtype int4 --json docs/scaling.json
+    python bench/scaling.py --dtype int4 --json build/scaling.json
 
 One engine in this process; a cell is the median of some steps on a cache of the length asked for, all of it written.
 Lines are fitted: what one more sequence and one more cached token cost, beside the time that reading their bytes takes
@@ -236,7 +236,7 @@ def _panel(cells: list[dict[str, Any]], value: str, bound: str, *, left: int, ti
 @click.option("--batches", type=Counts(), default="1,2,4,8,16,32,64", show_default=True)
 @click.option("--contexts", type=Counts(), default="128,512,2048,8192", show_default=True)
 @click.option("--most-tokens", type=click.IntRange(min=1), default=1 << 16, show_default=True, help="Of a cell.")
-@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="docs/scaling.json")
+@click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), default="build/scaling.json")
 def main(
     *,
     model: str,

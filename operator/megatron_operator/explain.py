@@ -7,11 +7,13 @@ from itertools import takewhile
 from typing import Any
 
 from megatron_operator.model.conditions import ConditionType, Reason
+from megatron_operator.model.remedies import REMEDIES
 from megatron_operator.plan.diagnosis import diagnose
 from megatron_operator.plan.reduce import reduce_pod
 from megatron_operator.plan.world import PodView
 
-_DOCS = {reason.value: reason.doc for reason in Reason}
+_DOCS = {reason.value: (reason.doc, REMEDIES[reason].action) for reason in Reason}
+"""What each reason means, and what to do about it."""
 
 
 def explanation(resource: Mapping[str, Any]) -> list[str]:
@@ -81,7 +83,7 @@ def _waiting(status: Mapping[str, Any]) -> list[str]:
     for entry in status.get("conditions") or ():
         if entry["type"] == ConditionType.DEGRADED.value and entry["status"] == "True":
             lines.append(f"  trouble: {entry['reason']}: {entry['message']}")
-            lines.append(f"    {_DOCS.get(entry['reason'], '')}")
+            lines += [f"    {text}" for text in _DOCS.get(entry["reason"], ())]
     return lines
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from megatron_operator.cli import main
 from megatron_operator.explain import causes, explanation
 from megatron_operator.generate import generated_files
 from megatron_operator.install import HOME_RULES, install_manifests
+from megatron_operator.model.conditions import Reason
+from megatron_operator.model.remedies import REMEDIES, Symptom
 from megatron_operator.render.keys import ADMIN_SECRET
 
 ROOT = Path(__file__).parents[3]
@@ -74,6 +77,14 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
     assert "trouble: CrashLooping" in text
+    assert REMEDIES[Reason.CRASH_LOOPING].action in text
+
+
+def test_every_reason_has_a_remedy_and_an_entry_of_the_troubleshooting_guide() -> None:
+    assert set(REMEDIES) == set(Reason)
+    assert {remedy.symptom for remedy in REMEDIES.values()} == set(Symptom)
+    page = generated_files()["docs/guides/troubleshooting.md"]
+    assert re.findall(r"^### (\w+)$", page, re.MULTILINE) == [reason.value for reason in REMEDIES]
 
 
 def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster: Any) -> None:
