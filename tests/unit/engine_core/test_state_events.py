@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from megatron_runtime.engine.state_events import StateEvents
+from megatron_runtime.engine.lifecycle import StateEvents
 from megatron_runtime.protocol.lifecycle import EngineState as S
 
 PATH = [
@@ -60,5 +60,5 @@ async def test_who_counts_does_not_miss_what_is_over() -> None:
 
 
 async def test_a_state_that_is_only_passed_through_is_refused() -> None:
-    with pytest.raises(ValueError, match="PAUSING is passed through"):
+    with pytest.raises(ValueError, match="PAUSING is a transitional state"):
         await StateEvents(S.RUNNING).wait(S.PAUSING)
