@@ -275,7 +275,7 @@ class TestCoordinatorMode:
         llm.shutdown()
 
     def test_a_coordinator_that_died_does_not_keep_shutdown_waiting(self, make, monkeypatch) -> None:
-        monkeypatch.setattr("megatron_runtime.apis._llm_base.FAREWELL_SECONDS", 0.2)
+        monkeypatch.setattr("megatron_runtime.apis._llm_base.SHUTDOWN_SECONDS", 0.2)
         monkeypatch.setattr("megatron_runtime.transport.control_link.ANSWER_MARGIN_SECONDS", 0.2)
         llm = make(use_coordinator=True)
         llm.engine.coordinator.process.kill()
