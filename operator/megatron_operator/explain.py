@@ -1,4 +1,4 @@
-"""A resource's status as an explanation for people. Pure text from plain data."""
+"""Explains a resource's status as text. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _DOCS = {reason.value: reason.doc for reason in Reason}
 
 
 def explanation(resource: Mapping[str, Any]) -> list[str]:
-    """The lines of the chain from what is wanted to what is waited for, then conditions, engines and transitions."""
+    """Return lines with the desired state, the current step and what it waits for, conditions, engines, transitions."""
     metadata, status = resource["metadata"], resource.get("status") or {}
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
@@ -34,7 +34,7 @@ def explanation(resource: Mapping[str, Any]) -> list[str]:
 
 
 def causes(resource: Mapping[str, Any], pods: Sequence[Mapping[str, Any]]) -> list[str]:
-    """From the resource down to the pod, scheduler or rank that holds it up, one step a line."""
+    """Return the chain from the resource down to the pod, scheduler or rank that it waits for, one step per line."""
     status = resource.get("status") or {}
     lines = list(takewhile(lambda line: line != "conditions:", explanation(resource)))
     if not status or status.get("plan") is None:

@@ -1,4 +1,4 @@
-"""From the last words of a container, or of a scheduler, to the probable cause and what to do about it. One table."""
+"""Table from termination and scheduler messages to the probable cause and the remedy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ LAST_WORDS: tuple[Cause, ...] = (
         "correct the field of the spec that the message names",
     ),
 )
-"""The first that matches. What is specific comes first."""
+"""The first match applies, so specific patterns come first."""
 
 SCHEDULING: tuple[Cause, ...] = (
     _cause(
@@ -97,7 +97,7 @@ CREATION: tuple[Cause, ...] = (
         "correct spec.engine.podTemplate",
     ),
 )
-"""Why the API server did not take a pod that a StatefulSet wanted to make."""
+"""Causes of a pod that the API server rejected."""
 
 EXIT_CODES: dict[int, str] = {
     126: "the command cannot be executed",

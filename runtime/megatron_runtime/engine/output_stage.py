@@ -169,7 +169,7 @@ class OutputStage:
         if not self.open:
             self.idle.set()
 
-    def refuse(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
+    def reject(self, dispatch: Dispatch, code: ErrorCode, error: BaseException | str) -> None:
         """Answer a request with an error."""
         self.forget(dispatch.dispatch_id)
         reply = {"status": "FAILED", "finish_reason": "error", "error": error_map(code, error)}

@@ -1,6 +1,6 @@
-"""The policy that rotates CURVE keys: from what the Secret holds and the coordinator reports to the next stage.
+"""The policy that rotates CURVE keys: the next stage, from the Secret and the coordinator's report.
 
-Every stage waits until it is seen to have arrived: the kubelet brings a changed Secret to each pod in its own time.
+Every stage waits until it has taken effect, because the kubelet updates a mounted Secret with a delay.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron_operator.plan.world import ChildRef, EmitEvent, KeysView, RotateKe
 from megatron_operator.render.keys import AFTER
 
 LOOK_SECONDS = 2.0
-"""What a coordinator says of its keys wakes no task by itself while it stays as it is."""
+"""Polling interval of a stage: an unchanged report of the coordinator wakes no task."""
 
 
 def wanted_generation(scene: Scene, keys: KeysView) -> int:
-    """The generation that the spec, or the age of the present one, asks for; never one of before."""
+    """Return the desired generation by the spec or the age of the current one; never an earlier one."""
     spec = scene.world.resource.spec.keys
     made = parse(keys.since)
     if spec.rotate_after_days is not None and made is not None:
@@ -31,7 +31,7 @@ def wanted_generation(scene: Scene, keys: KeysView) -> int:
 
 
 def rotate_keys(scene: Scene) -> Verdict | None:
-    """Keys of another generation are wanted: both are admitted, everybody takes the new, the old are taken out."""
+    """Rotate the keys: accept both generations, switch all components to the new one, remove the old one."""
     keys = scene.world.keys
     if keys is None:
         return None
@@ -64,7 +64,7 @@ def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Ve
 
 
 def _unfinished(scene: Scene, keys: KeysView) -> str | None:
-    """What the present stage still waits for; None when it is reached."""
+    """Return what the current stage waits for; None if it is complete."""
     coordinator, used = scene.world.coordinator, scene.world.coordinator.keys
     if not coordinator.reachable or used is None:
         return "the coordinator to say which keys it knows"
