@@ -62,7 +62,7 @@ class RequestError(Exception):
 
 
 _CLASSES: dict[str, type[RequestRefusedError]] = {
-    kind.__name__: kind for kind in (RequestRefusedError, *RequestRefusedError.__subclasses__())
+    kind.__name__: kind for kind in [RequestRefusedError, *RequestRefusedError.__subclasses__()]
 }
 
 
