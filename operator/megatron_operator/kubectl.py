@@ -71,7 +71,7 @@ def _verb(verb: str) -> None:
                 client.wait_state(name, desired.value, timeout_seconds=options["timeout"])
         except ClusterError as error:
             fail(error)
-        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} asked for")
+        say(f"{name}: {desired.value}" if options["wait"] else f"{name}: {desired.value} requested")
 
 
 for _name in VERBS:

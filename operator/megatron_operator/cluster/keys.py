@@ -135,7 +135,7 @@ def admin_peer_keys(secret: Object, admin: KeyPair) -> PeerKeys:
     if admin.public not in _lines(secret, "admin.pub"):
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: admin.pub is not this operator's admin key yet, so its coordinator would refuse every verb"
+            f"Secret {name}: admin.pub is not this operator's admin key yet, so its coordinator would reject every verb"
         )
     first, *others = _lines(secret, "server.pub")
     return PeerKeys(own=admin, server_public=first, other_server_publics=tuple(others))
@@ -151,6 +151,6 @@ def _entry(secret: Object, entry: str, *, whole: bool = False) -> bytes:
     if not text.split():
         name = secret["metadata"]["name"]
         raise KeyFormatError(
-            f"Secret {name}: entry {entry} is missing or empty; delete the Secret to have it made anew"
+            f"Secret {name}: entry {entry} is missing or empty; delete the Secret to have it created again"
         )
     return text if whole else text.split()[0]

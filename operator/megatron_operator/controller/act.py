@@ -235,7 +235,7 @@ class Actor:
         return True
 
     def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
-        logger.warning("child refused", extra={"child": str(ref), "code": error.code, "error": error.message})
+        logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
         self.refusals[ref] = Refusal(hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC))
         return False
 

@@ -100,14 +100,14 @@ def _fault(canary: Canary, answer: Final, reply: dict[str, Any], *, said: object
     if not len(tokens):
         return "the completion is empty"
     if len(tokens) > MOST_TOKENS:
-        return f"{len(tokens)} tokens where {NEW_TOKENS} were asked for"
+        return f"{len(tokens)} tokens instead of {NEW_TOKENS}"
     found = reply.get("generated_log_probs")
     log_probs = found if isinstance(found, list) else []
     if len(log_probs) != len(tokens) or not all(_is_finite(value) for value in log_probs):
         return f"log-probabilities {log_probs!r:.200} of {len(tokens)} tokens; each token must have a finite one"
     known = KNOWN.get(canary.asked.model)
     if known is not None and tuple(tokens.tolist()) != known.tokens:
-        return f"tokens {tokens.tolist()} where this model says {list(known.tokens)}"
+        return f"tokens {tokens.tolist()} instead of {list(known.tokens)}"
     return None
 
 

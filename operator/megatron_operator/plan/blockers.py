@@ -77,7 +77,7 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
     if failed is not None and not engine.pods and engine.scaled > 0:
         cause = find_cause(failed, CREATION)
         remedy = f"; {cause.remedy}" if cause else ""
-        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be made: {failed}{remedy}"
+        return (cause.reason if cause else Reason.CHILD_REFUSED), f"its pods cannot be created: {failed}{remedy}"
     ready = bool(engine.pods) and all(pod.ready for pod in engine.pods)
     coordinator = scene.world.coordinator
     settled = coordinator.reachable and coordinator.state not in UNSETTLED and scene.desired is not DesiredState.STOPPED
@@ -103,7 +103,7 @@ def engines_wait(scene: Scene) -> Finding:
             return found[0], f"engine {engine.name}: {found[1]}"
     bare = next((engine for engine in absent if engine.scaled > 0 and not engine.pods), None)
     if bare is not None:
-        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to make its pods"
+        return Reason.ENGINES_STARTING, f"the StatefulSet of {bare.name} to create its pods"
     names = ", ".join(engine.name for engine in absent[:8])
     loading = [engine for engine in absent if engine.report is not None]
     verb = "load its weights" if loading else "register"

@@ -143,7 +143,7 @@ class Rendered:
             return None
         template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
-        return reason, f"the API server refuses {ref} ({refusal.code}): {refusal.message}"
+        return reason, f"the API server rejects {ref} ({refusal.code}): {refusal.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
         """Return whether it was not rejected, or may be applied again."""

@@ -260,7 +260,7 @@ def _engines_ready(scene: Scene) -> Finding:
     if scene.observed is ResourceState.STOPPED:
         return "False", Reason.STOPPED, "there are no engine pods"
     if scene.release and scene.engines_empty:
-        return "False", Reason.SUSPENDED, "engine pods are given back"
+        return "False", Reason.SUSPENDED, "the engine pods are removed"
     if not scene.world.coordinator.reachable:
         return "Unknown", Reason.COORDINATOR_UNREACHABLE, "only the coordinator knows which engines serve"
     if serving == wanted:
@@ -271,8 +271,8 @@ def _engines_ready(scene: Scene) -> Finding:
 
 def _lifecycle_settled(scene: Scene, verdict: Verdict, state: ResourceState) -> Finding:
     if state is REACHED[scene.desired] and scene.observed is state:
-        return "True", Reason.SETTLED, f"{state.value}, as asked"
-    return "False", verdict.reason, f"{scene.desired.value} is asked for, {state.value} is observed"
+        return "True", Reason.SETTLED, f"{state.value}, as requested"
+    return "False", verdict.reason, f"{scene.desired.value} is requested, {state.value} is observed"
 
 
 def _progressing(verdict: Verdict) -> Finding:

@@ -61,9 +61,8 @@ class RequestError(Exception):
         self.is_transient = is_transient
 
 
-_CLASSES: dict[str, type[RequestRefusedError]] = {
-    kind.__name__: kind for kind in [RequestRefusedError, *RequestRefusedError.__subclasses__()]
-}
+_KINDS: tuple[type[RequestRefusedError], ...] = (RequestRefusedError, *RequestRefusedError.__subclasses__())
+_CLASSES = {kind.__name__: kind for kind in _KINDS}
 
 
 def error_name(error: BaseException) -> str:

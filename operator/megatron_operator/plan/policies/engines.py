@@ -46,12 +46,12 @@ def undrain(scene: Scene) -> Verdict | None:
             continue
         if engine.canary is Canary.FAILED:
             continue
-        reason = f"engine {engine.name} was drained and is wanted again"
+        reason = f"engine {engine.name} was drained and is desired again"
         verdict = waiting(
             scene,
             Reason.ENGINES_STARTING,
             f"restarting {engine.name}",
-            f"{engine.name} to register anew",
+            f"{engine.name} to register again",
             actions=(delete_pods(engine, reason), EmitEvent("Normal", "EngineRestarted", reason)),
         )
         return replace(verdict, operation=None)

@@ -66,8 +66,8 @@ def stale_fence(scene: Scene) -> Verdict | None:
         scene,
         Reason.STALE_FENCE,
         "checking the fence",
-        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is followed; "
-        f"delete the pod of {scene.ctx.coordinator_name}, and the engine pods if the fence comes back",
+        f"a restart of the coordinator: it reports fence {seen}, this leader's is {own}, at most {most} is accepted; "
+        f"delete the pod of {scene.ctx.coordinator_name}, and the engine pods if the fence recurs",
         requeue_after=scene.overdue_in,
     )
 
@@ -78,12 +78,12 @@ def settled_quiet(scene: Scene) -> Verdict | None:
     if found is None or scene.desired is not found[0]:
         return None
     message = {
-        ResourceState.PAUSED: "paused: requests keep their place, new ones wait",
-        ResourceState.SUSPENDED: "suspended: engines gave their memory back",
+        ResourceState.PAUSED: "paused: requests in flight are kept, new ones wait",
+        ResourceState.SUSPENDED: "suspended: the engines have released their memory",
         ResourceState.STOPPED: "stopped: there are no engine pods",
     }[scene.observed]
     if scene.observed is ResourceState.SUSPENDED and scene.release:
-        message = "suspended: engine pods are given back"
+        message = "suspended: the engine pods are removed"
         if scene.ctx.spec.replicas == 0:
             message += ", because spec.replicas is 0"
     deferred = [engine.name for engine in scene.engines if engine.surplus or engine.stale]

@@ -39,7 +39,7 @@ def rotate_keys(scene: Scene) -> Verdict | None:
         wanted = wanted_generation(scene, keys)
         if wanted == keys.generation or not running(scene):
             return None
-        return _go_on(scene, wanted, KeyStage.ADMITTING, "the new keys to be admitted beside the old")
+        return _go_on(scene, wanted, KeyStage.ADMITTING, "the new keys to be accepted beside the old ones")
     found = _unfinished(scene, keys)
     if found is None:
         return _go_on(scene, keys.generation, AFTER[keys.stage], "the Secret to be written")
@@ -58,7 +58,7 @@ def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Ve
         return waiting(scene, Reason.CHILD_REFUSED, _step(generation), on)
     actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
     if stage is KeyStage.SETTLED:
-        said = f"all components use the keys of generation {generation}; those before are refused"
+        said = f"all components use the keys of generation {generation}; earlier keys are rejected"
         actions = (*actions, EmitEvent("Normal", "KeysRotated", said))
     return waiting(scene, Reason.ROTATING_KEYS, _step(generation), waits_for, actions=actions)
 
@@ -67,12 +67,12 @@ def _unfinished(scene: Scene, keys: KeysView) -> str | None:
     """Return what the current stage waits for; None if it is complete."""
     coordinator, used = scene.world.coordinator, scene.world.coordinator.keys
     if not coordinator.reachable or used is None:
-        return "the coordinator to say which keys it knows"
+        return "the coordinator to report its keys"
     if keys.stage is KeyStage.ADMITTING:
-        return None if keys.new <= used.admitted else "the coordinator to admit the new keys, which a kubelet brings"
+        return None if keys.new <= used.admitted else "the coordinator to accept the new keys, which a kubelet updates"
     if keys.stage is KeyStage.SWITCHING:
         old = keys.old & used.connected
         if old:
-            return "engines and servers to take up their new keys, which kubelets bring"
-        return None if running(scene) else "the resource to run: its coordinator is to be started anew"
-    return None if keys.server == used.server else "the coordinator to come back with its new key"
+            return "engines and servers to use their new keys, which kubelets update"
+        return None if running(scene) else "the resource to run: its coordinator must be restarted"
+    return None if keys.server == used.server else "the coordinator to restart with its new key"

@@ -141,7 +141,7 @@ def rollout(scene: Scene) -> Verdict | None:
             if drain:
                 return start(scene, SignalKind.DRAIN, engine=name)
             why = by_name[name].canary_message
-            on = f"a change of the spec; {name} answers its canary wrongly: {why}"
+            on = f"a change of the spec; {name} gives a wrong answer to its canary: {why}"
             return waiting(scene, Reason.CANARY_FAILED, step, on)
         case Finished():
             return None
