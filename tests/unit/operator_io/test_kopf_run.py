@@ -70,6 +70,6 @@ async def test_one_that_is_stuck_in_its_end_is_left_alone(make_run: Any) -> None
         except asyncio.CancelledError:
             await stuck.wait()
 
-    with pytest.raises(WatchesEndedError, match="not come to its end"):
+    with pytest.raises(WatchesEndedError, match="has not stopped within"):
         await make_run(hang).run()
     stuck.set()
