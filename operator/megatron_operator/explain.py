@@ -20,12 +20,10 @@ def explanation(resource: Mapping[str, Any]) -> list[str]:
     desired = (resource.get("spec") or {}).get("desiredState", "Running")
     title = f"{metadata.get('namespace', 'default')}/{metadata['name']}"
     if not status:
-        return [
-            f"{title}: wanted {desired}; no status yet: no operator has seen it. Is one running for this namespace?"
-        ]
-    lines = [f"{title}: {status.get('state')}, wanted {desired}, {status.get('ready', '0/0')} engines ready"]
+        return [f"{title}: desired {desired}; no status yet. Is an operator running for this namespace?"]
+    lines = [f"{title}: {status.get('state')}, desired {desired}, {status.get('ready', '0/0')} engines ready"]
     if metadata.get("generation") != status.get("observedGeneration"):
-        lines.append("  the latest change of the spec has not been seen by the operator yet")
+        lines.append("  the operator has not processed the latest change of the spec yet")
     lines += _waiting(status)
     lines += ["conditions:", *(_condition(entry) for entry in status.get("conditions") or ())]
     lines += _engines(status)
@@ -80,7 +78,7 @@ def _waiting(status: Mapping[str, Any]) -> list[str]:
             lines.append(f"    {lifecycle['message']}")
     for entry in status.get("conditions") or ():
         if entry["type"] == ConditionType.DEGRADED.value and entry["status"] == "True":
-            lines.append(f"  trouble: {entry['reason']}: {entry['message']}")
+            lines.append(f"  error: {entry['reason']}: {entry['message']}")
             lines.append(f"    {_DOCS.get(entry['reason'], '')}")
     return lines
 
