@@ -92,7 +92,7 @@ class ResourceCache:
 
     @property
     def behind_seconds(self) -> float:
-        """Return how long an object that exists has been missing in the watch; 0 if none is missing."""
+        """How long an existing object has been missing in the watch, in seconds; 0 if none is missing."""
         self._merged()
         self.resource()
         since = [written.since for written in self._written.values()]

@@ -74,7 +74,7 @@ class Elector:
 
     @property
     def seconds_left(self) -> float:
-        """Return the remaining validity of the last renewal; negative if it has expired."""
+        """Remaining validity of the last renewal; negative if it has expired."""
         return self._trusted_until - self._clock()
 
     def check(self) -> None:

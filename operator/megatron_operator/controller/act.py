@@ -49,7 +49,7 @@ WORKLOADS = ("Deployment", "StatefulSet")
 
 
 def _waves(actions: Sequence[ApplyChild]) -> tuple[list[ApplyChild], list[ApplyChild]]:
-    """Kinds that pods refer to, and kinds that create pods."""
+    """Return the applies of objects that pods refer to, and those of objects that create pods."""
     workloads = [action for action in actions if action.ref.kind in WORKLOADS]
     return [action for action in actions if action.ref.kind not in WORKLOADS], workloads
 

@@ -169,7 +169,7 @@ class Observer:
         return await self._link.refresh(expected=ready)
 
     async def _failed_creations(self, resource: SeenResource) -> Mapping[str, str]:
-        """Return the Events of StatefulSets that should have pods and have none. Read at most every few seconds."""
+        """Return why StatefulSets without pods cannot create them. Events are read at most every few seconds."""
         with_pods = {pod.engine for pod in self._cache.pods()}
         bare = sorted(
             ref.name

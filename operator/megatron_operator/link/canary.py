@@ -151,5 +151,5 @@ class CanaryBook:
         return True
 
     def forget_sent(self) -> None:
-        """On a new connection, answers to canaries of the old one are no longer awaited."""
+        """Forget unanswered canaries, because their connection has ended."""
         self._waiting.clear()

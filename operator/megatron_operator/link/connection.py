@@ -263,7 +263,7 @@ class CoordinatorLink:
         self._forget_registration(error)
 
     def _forget_registration(self, error: str) -> None:
-        """Answers to what was sent are no longer awaited. A signal that is sent again joins its operation by its id."""
+        """Forget unanswered messages of the old connection. A repeated signal joins its operation by its id."""
         was = self._registered.is_set()
         self._registered.clear()
         self._reply = None

@@ -27,12 +27,12 @@ class ApiModel(BaseModel):
 
 
 def section(model: type[T], description: str) -> Any:
-    """An optional object that has its own defaults when it is absent, in Python and (`default: {}`) in the CRD."""
+    """Return a field for an object with defaults of its own, in Python and (`default: {}`) in the CRD."""
     return Field(default_factory=model, description=description, json_schema_extra={"default": {}})
 
 
 def cel(rule: str, message: str, *, expression: str | None = None, field_path: str | None = None) -> dict[str, Any]:
-    """One entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
+    """Return an entry of `x-kubernetes-validations`. `expression` is CEL for the message with the invalid value."""
     entry: dict[str, Any] = {"rule": rule, "message": message}
     if expression is not None:
         entry["messageExpression"] = expression

@@ -242,7 +242,7 @@ class Scene:
         )
 
     def _canary(self, name: str) -> dict[str, Any]:
-        """Whether a canary is due, from when an engine's StatefulSet with pods changes its revision."""
+        """Return the canary fields of an engine. A canary is due when a StatefulSet with pods changes its revision."""
         before = self.engine_status(name)
         found = self.world.children.get(ChildRef("StatefulSet", name, APPS))
         if found is None or found.replicas == 0:
@@ -359,4 +359,4 @@ VERB_STATE: dict[SignalKind, ResourceState] = {
     SignalKind.RESUME: ResourceState.RESUMING,
     SignalKind.STOP: ResourceState.STOPPING,
 }
-"""Return the state of a resource while a signal is in progress. DRAIN of one engine does not change it."""
+"""State of a resource while a signal is in progress. DRAIN of one engine does not change it."""

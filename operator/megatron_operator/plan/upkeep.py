@@ -88,7 +88,7 @@ def _record_revision(scene: Scene) -> list[Action]:
 
 
 def _may_apply(scene: Scene, manifest: Manifest) -> bool:
-    """Return whether the OpenAI servers wait with another model until no engine has the old one."""
+    """Return whether a child may be applied. A server for another model waits until no engine has the old one."""
     if ANNOTATION_MODEL not in manifest["metadata"]["annotations"]:
         return True
     view = scene.world.children.get(child_ref(manifest))

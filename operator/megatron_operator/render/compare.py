@@ -94,7 +94,7 @@ def _short(value: Any) -> str:
 
 
 def _by_name(manifests: list[Manifest]) -> dict[str, Manifest]:
-    """Drop the records of revisions, which differ exactly if the engines do."""
+    """Return manifests by kind and name, without records of revisions, which differ exactly if the engines do."""
     return {
         f"{manifest['kind']} {manifest['metadata']['name']}": manifest
         for manifest in manifests

@@ -68,12 +68,12 @@ def dns_egress() -> dict[str, Any]:
 
 
 def hub_egress() -> dict[str, Any]:
-    """Allow HTTPS to any address: a hub redirects to content delivery networks."""
+    """Allow the hub's port on any address, because a hub redirects to content delivery networks."""
     return {"ports": _tcp(PORT_HUB)}
 
 
 def network_policies(ctx: RenderContext) -> list[Manifest]:
-    """Return the policy of a component: allowed peers in both directions. Probes and metrics are open to all peers. The
+    """Return the policies of all components: allowed peers in both directions. Probes and metrics are open. The
     coordinator opens no connections. Engines and servers resolve names, and download if the model is on a hub."""
     operator = {"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": ctx.settings.operator_namespace}}}
     coordinator = [

@@ -367,7 +367,7 @@ class _MegatronLLMBase:
                 manager.stop()
 
     async def _wait_for_shutdown_impl(self) -> None:
-        """Return when the engine has stopped. Raises EngineFailedError if it failed."""
+        """Wait until the engine has stopped. Raises EngineFailedError if it failed."""
         await asyncio.shield(self._engine.engine_loop_task)
 
     # --- HTTP ---------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ class MegatronAsyncLLM(_MegatronLLMBase):
             await asyncio.to_thread(self._shut_down)
 
     async def wait_for_shutdown(self) -> None:
-        """Return when this rank's engine has stopped; in direct mode at once."""
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
         if self._loop_manager is not None:
             await self._loop_manager.run_async(self._wait_for_shutdown_impl())
 

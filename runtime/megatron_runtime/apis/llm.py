@@ -85,7 +85,7 @@ class MegatronLLM(_MegatronLLMBase):
             self._shut_down()
 
     def wait_for_shutdown(self) -> None:
-        """Return when this rank's engine has stopped; in direct mode at once."""
+        """Wait until this rank's engine has stopped. Does nothing in direct mode."""
         if self._loop_manager is not None:
             self._loop_manager.run_sync(self._wait_for_shutdown_impl())
 
