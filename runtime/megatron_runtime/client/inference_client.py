@@ -156,14 +156,15 @@ class InferenceClient:
 
     def stop(self) -> None:
         """Disconnect: cancel pending futures, end streams; the coordinator aborts the requests. Idempotent."""
-        if self._loop is not None and self._loop.is_running() and not self._is_home():
 
-            async def stop_there() -> None:
-                self._stop()
-
-            asyncio.run_coroutine_threadsafe(stop_there(), self._loop).result()
-        else:
+        async def stop_there() -> None:
             self._stop()
+
+        loop = self._other_loop()
+        if loop is None:
+            self._stop()
+        else:
+            asyncio.run_coroutine_threadsafe(stop_there(), loop).result()
 
     def _stop(self) -> None:
         if self._stopped:
@@ -177,16 +178,18 @@ class InferenceClient:
         self._calls.close()
         self._link.close("client stopped")
 
-    def _is_home(self) -> bool:
-        """Whether the caller runs on the connection's loop. Before start(), every loop counts as that."""
-        return self._loop is None or running_loop() is self._loop
+    def _other_loop(self) -> asyncio.AbstractEventLoop | None:
+        """Return the connection's loop if it runs and is not the caller's."""
+        loop = self._loop
+        return loop if loop is not None and loop.is_running() and loop is not running_loop() else None
 
     def _at_home(self, action: Callable[[], object]) -> None:
         """Run `action` on the connection's loop: now, or in its next iteration."""
-        if self._is_home() or self._loop is None or not self._loop.is_running():
+        loop = self._other_loop()
+        if loop is None:
             action()
         else:
-            self._loop.call_soon_threadsafe(action)
+            loop.call_soon_threadsafe(action)
 
     # --- requests -----------------------------------------------------------------------------------------------
 
@@ -216,7 +219,7 @@ class InferenceClient:
         """
         sampling_params.streaming = True
         request = self._new_request(PendingRequest.make(prompt, sampling_params, streaming=True, **options))
-        reader = None if self._is_home() else running_loop()
+        reader = running_loop() if self._other_loop() is not None else None
         request.stream = AsyncStream(request.request_id, self.abort_request, loop=reader)
         self._at_home(lambda: self._submit(request))
         return request.stream
@@ -394,12 +397,13 @@ class InferenceClient:
         return self._call(lambda: self._calls.control(control))
 
     def _call(self, send: Callable[[], asyncio.Future[T]]) -> asyncio.Future[T]:
-        if self._is_home() or self._loop is None:
+        loop = self._other_loop()
+        if loop is None:
             return send()
 
         async def answered() -> T:
             return await send()
 
-        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), self._loop))
+        answer = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(answered(), loop))
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())  # the caller may ignore it
         return answer
