@@ -45,7 +45,7 @@ def section(program: str, name: str, command: click.Command) -> list[str]:
 
 
 def cli_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     lines = ["# Command lines of the operator", "", "Generated from the commands by `make generate`."]
     for program, group in PROGRAMS:
         lines += ["", f"## {program}", "", _escape(group.help or "")]

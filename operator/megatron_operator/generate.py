@@ -1,4 +1,4 @@
-"""Files in the repository that follow from the code: `python -m megatron_operator.generate [--check] [ROOT]`."""
+"""Generates files of the repository from the code: `python -m megatron_operator.generate [--check] [ROOT]`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _yaml(*documents: Any) -> str:
 
 
 def generated_files() -> dict[str, str]:
-    """Content by path in the repository."""
+    """Return the content of each generated file, by path in the repository."""
     crd = custom_resource_definition()
     install = install_manifests(
         namespace="megatron-system",
@@ -48,7 +48,7 @@ def generated_files() -> dict[str, str]:
 
 @click.command()
 @click.argument("root", type=click.Path(exists=True, file_okay=False, path_type=Path), default=Path())
-@click.option("--check", is_flag=True, help="Write nothing; exit 1 and name what is out of date.")
+@click.option("--check", is_flag=True, help="Write nothing; exit 1 and print outdated files.")
 def main(root: Path, check: bool) -> None:
     """Write the generated files below ROOT, the repository."""
     stale = []

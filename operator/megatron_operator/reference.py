@@ -1,4 +1,4 @@
-"""The reference page of the resource, generated from its schema and vocabulary. Pure text."""
+"""The reference page of the resource, generated from its schema and enumerations. Pure."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _rules(schema: Schema) -> Iterator[str]:
 
 
 def reference_page() -> str:
-    """The whole page, in Markdown."""
+    """Return the page in Markdown."""
     spec, status = structural_schema(MegatronInferenceSpec), structural_schema(MegatronInferenceStatus)
     columns = ", ".join(f"{name.upper()}{' (wide)' if priority else ''}" for name, _, _, priority in COLUMNS)
     lines = [

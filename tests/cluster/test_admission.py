@@ -1,4 +1,4 @@
-"""What the API server refuses by itself, in words that name the field and the remedy; and what it takes."""
+"""What the API server rejects by itself, in words that name the field and the remedy; and what it takes."""
 
 from __future__ import annotations
 

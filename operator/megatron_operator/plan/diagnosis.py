@@ -1,4 +1,4 @@
-"""From what a kubelet or scheduler says about a pod to a reason and one sentence with a remedy."""
+"""Diagnosis of a pod: a reason and a sentence with a remedy, from the kubelet's or scheduler's messages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron_operator.render.context import PREFLIGHT
 _PULL = frozenset({"ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull", "RegistryUnavailable"})
 _CONFIG = frozenset({"CreateContainerConfigError", "CreateContainerError", "RunContainerError"})
 _LAST_WORDS = 400
-"""Characters of a termination message that a status keeps."""
+"""Limit of characters of a termination message in the status."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LastWords:
-    """A termination message: our own processes write one line of JSON, others whatever they said last."""
+    """A termination message: one line of JSON of our own processes, or any text of others."""
 
     text: str
     reason: str = ""
@@ -47,7 +47,7 @@ def _last_words(pod: PodView) -> _LastWords:
 
 
 def diagnose(pod: PodView) -> tuple[Reason, str] | None:
-    """What is wrong with a pod, or None while it merely starts or runs."""
+    """Return the error of a pod, or None while it starts or runs."""
     if pod.deleting or pod.ready:
         return None
     said = f": {pod.message}" if pod.message else ""
@@ -87,7 +87,7 @@ def _ended(pod: PodView) -> tuple[Reason, str]:
 
 
 def first_diagnosis(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
-    """The diagnosis of the first pod, by name, that has one."""
+    """Return the first diagnosis of the pods, by name."""
     for pod in sorted(pods, key=lambda pod: pod.name):
         found = diagnose(pod)
         if found is not None:

@@ -188,7 +188,7 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
             engine.suspend()
             engine.resume()
         if random.random() < 0.05:
-            engine.core._scheduler.preempt_all()
+            engine._scheduler.preempt_all()
         if random.random() < 0.03:
             tiny.stage_weights(directory)
             engine.swap_weights(engine.epoch + 1)

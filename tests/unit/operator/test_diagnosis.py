@@ -44,9 +44,9 @@ CASES: list[tuple[PodView, str, str]] = [
     (crashed("RuntimeError: Found no NVIDIA driver on your system"), "NoGpu", "gpusPerPod"),
     (crashed("error: --model /model/x: no such directory"), "WeightsMissing", "spec.model.source"),
     (crashed("401 Client Error: Unauthorized for url"), "AccessDenied", "tokenSecretRef"),
-    (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "reach each other"),
+    (crashed("RuntimeError: Gloo connectFullMesh failed: timed out"), "RendezvousFailed", "allow their connections"),
     (crashed("OSError: [Errno 98] Address already in use"), "PortTaken", "hostNetwork"),
-    (crashed("OSError: [Errno 28] No space left on device"), "DiskFull", "room"),
+    (crashed("OSError: [Errno 28] No space left on device"), "DiskFull", "increase the cache volume"),
     (crashed("32 heads are not divisible by 3 tensor ranks"), "EngineConfigRefused", "correct the field"),
     (crashed("Segmentation fault", 139), "CrashLooping", "segmentation fault"),
 ]

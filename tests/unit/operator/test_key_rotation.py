@@ -69,7 +69,7 @@ def test_the_old_keys_go_only_after_nobody_uses_them() -> None:
         cluster.step()
         cluster.tick()
     assert cluster.status["keys"]["stage"] == "Admitting"
-    assert "a kubelet brings" in cluster.status["plan"]["waitingOn"]
+    assert "a kubelet updates" in cluster.status["plan"]["waitingOn"]
     assert cluster.condition("Ready")["status"] == "True"
     assert cluster.condition("Ready")["reason"] == "RotatingKeys"
     cluster.kubelet_brings_keys = True

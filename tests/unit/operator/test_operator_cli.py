@@ -73,10 +73,10 @@ def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> Non
     cluster.settle()
     metadata = {"name": "demo", "namespace": "default", "generation": 1}
     text = "\n".join(explanation({"metadata": metadata, "spec": cluster.spec, "status": cluster.status}))
-    assert "default/demo: Pending, wanted Running, 0/1 engines ready" in text
+    assert "default/demo: Pending, desired Running, 0/1 engines ready" in text
     assert "waits for: engine demo-engine-0: pod demo-engine-0-0 (node rank 0 of demo-engine-0): " in text
     assert "its container ended with exit code 3" in text
-    assert "trouble: CrashLooping" in text
+    assert "error: CrashLooping" in text
     assert REMEDIES[Reason.CRASH_LOOPING].action in text
 
 
@@ -111,7 +111,7 @@ def test_the_chain_goes_down_to_the_pod_the_scheduler_and_the_rank(make_cluster:
 
 
 def test_explain_without_a_status_asks_for_an_operator() -> None:
-    assert "no operator has seen it" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
+    assert "Is an operator running" in explanation({"metadata": {"name": "x"}, "spec": {}})[0]
 
 
 @pytest.mark.parametrize("name", sorted(generated_files()))

@@ -270,9 +270,9 @@ def test_a_preview_names_the_first_field_and_the_engines_that_restart() -> None:
     ]
     assert found.changes[0].field.endswith("args --max-requests: absent -> '9'")
     assert found.steps == (
-        "drain and replace demo-engine-1, then ask it for a canary completion (at most 1 at a time)",
-        "drain and replace demo-engine-0, then ask it for a canary completion (at most 1 at a time)",
-        "lowest capacity on the way: 1 of 2 engines",
+        "drain and replace demo-engine-1, then verify it by a canary completion (at most 1 at a time)",
+        "drain and replace demo-engine-0, then verify it by a canary completion (at most 1 at a time)",
+        "lowest capacity meanwhile: 1 of 2 engines",
     )
 
 
@@ -302,7 +302,7 @@ def test_a_preview_of_other_weights_restarts_nothing() -> None:
     old, new = (_context(model={"source": source}, weights={"revision": revision}) for revision in ("6", "7"))
     found = preview(old, new)
     assert found.changes == ()
-    assert found.steps == ("give every engine weights 7 in place, under the next epoch",)
+    assert found.steps == ("load weights 7 into every engine in place, with the next epoch",)
 
 
 def test_tls_moves_the_front_door_and_its_address_to_https() -> None:

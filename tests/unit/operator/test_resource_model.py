@@ -61,7 +61,7 @@ def test_defaults_are_those_of_the_reference() -> None:
                 "model": {"source": {"image": {"reference": "r", "path": "/x"}}},
                 "weights": {"revision": "7"},
             },
-            "image.path: has no .revision. to fill",
+            "image.path: has no .revision. placeholder",
         ),
         (_spec(engine={"batching": {"maxTokens": 8, "maxRequests": 9}}), "maxTokens: is 8.*maxRequests = 9"),
         (

@@ -48,7 +48,7 @@ async def test_it_ends_when_it_is_told(make_run: Any) -> None:
 async def test_a_kind_that_vanishes_ends_it_in_good_order(make_run: Any) -> None:
     run = make_run(until_told)
     run.watches.vanished.set()
-    with pytest.raises(WatchesEndedError, match="served no more"):
+    with pytest.raises(WatchesEndedError, match="no longer serves"):
         await run.run()
 
 
@@ -70,6 +70,6 @@ async def test_one_that_is_stuck_in_its_end_is_left_alone(make_run: Any) -> None
         except asyncio.CancelledError:
             await stuck.wait()
 
-    with pytest.raises(WatchesEndedError, match="not come to its end"):
+    with pytest.raises(WatchesEndedError, match="has not stopped within"):
         await make_run(hang).run()
     stuck.set()
