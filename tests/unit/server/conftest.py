@@ -23,8 +23,9 @@ import tokenizers
 from eventually import LONG_SECONDS
 
 from megatron_runtime.server.app import create_app
+from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.openai.service import Service
-from megatron_runtime.server.process import Certificate, HttpServer, drain, http_server
+from megatron_runtime.server.process import HttpServer, drain, http_server
 from megatron_runtime.server.settings import ServerSettings, listen
 from megatron_runtime.tokenization import Tokenizer, load_tokenizer
 from megatron_runtime.tokenization.vocabulary import BYTE_OF_CHARACTER

@@ -13,7 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from megatron_runtime.cli import main
-from megatron_runtime.cli.options import Memory
+from megatron_runtime.cli.options import MEMORY
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor
 from megatron_runtime.process.parent import PARENT_VARIABLE
 
@@ -87,7 +87,7 @@ def test_empty_keys_file_does_not_open_the_server(tmp_path: Path) -> None:
     ("text", "size"), [("2Gi", 2 << 30), ("512Mi", 512 << 20), ("1.5G", 1_500_000_000), ("1024", 1024)]
 )
 def test_memory_reads_kubernetes_quantities(text: str, size: int) -> None:
-    assert Memory().convert(text, None, None) == size
+    assert MEMORY.convert(text, None, None) == size
 
 
 async def test_server_without_a_model_fails_in_one_line() -> None:

@@ -17,7 +17,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.process import Certificate
+from megatron_runtime.server.auth import Certificate
 from megatron_runtime.server.settings import ConnectionLimits
 
 SHORT = ConnectionLimits(

@@ -14,7 +14,7 @@ import pytest
 import trustme
 from eventually import LONG_SECONDS, eventually
 
-from megatron_runtime.server.process import Certificate, CertificateError
+from megatron_runtime.server.auth import Certificate, CertificateError
 
 
 @pytest.fixture

@@ -17,13 +17,14 @@ from megatron_runtime.server.tools import (
     CallArguments,
     CallBegin,
     Event,
+    MalformedError,
     NamedParser,
     RequiredParser,
     Text,
     ToolParser,
+    json_value,
     parser_of,
 )
-from megatron_runtime.server.tools.json_calls import MalformedError, json_value
 
 NAMES = ["f", "get_weather"]
 Read = tuple[str, list[tuple[str, str]]]

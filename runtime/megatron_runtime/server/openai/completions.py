@@ -11,8 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
-from megatron_runtime.server.openai.answer import completion_log_probs
-from megatron_runtime.server.openai.generation import Piece
+from megatron_runtime.server.openai.answer import Piece, completion_log_probs
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
 from megatron_runtime.server.openai.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -20,7 +19,7 @@ from megatron_runtime.server.openai.service import Service
 
 DEFAULT_MAX_TOKENS = 16
 _TEXTS_AT_ONCE = 1024
-"""Tokens; other requests are served before the next ones become texts."""
+"""Tokens that are decoded before other requests run."""
 
 
 async def create_completion(service: Service, request: Request) -> Response:
@@ -61,7 +60,7 @@ async def create_completion(service: Service, request: Request) -> Response:
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:
-    """characters: of all texts together; they decide where the texts are tokenized."""
+    """characters: of all texts together. If they are few, the texts are tokenized on the event loop."""
     prompts, in_place, limit = service.prompts, characters <= TEXT_TOKENIZED_IN_PLACE, service.prompts.sequence_limit
     found = []
     given: Sequence[str | list[int]] = body.prompt
@@ -81,7 +80,7 @@ async def _prompts(service: Service, body: CompletionRequest, characters: int) -
 
 
 async def tokenize(service: Service, request: Request) -> Response:
-    """Answer with the token ids of a text or of a conversation, as a prompt of it would have them."""
+    """Answer with the token ids that a prompt of a text or of a conversation has."""
     body = await service.read(request, TokenizeRequest)
     service.check_model(body.model)
     prompts = service.prompts

@@ -1,21 +1,20 @@
-"""Run the choices of one request on the backend, all at once, and count the tokens that they use."""
+"""Run the choices of one request on the coordinator, all at once, and count the tokens that they use."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
+from megatron_runtime.client.inference_client import InferenceClient
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
-from megatron_runtime.protocol.messages import ControlAck
-from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
 from megatron_runtime.server.metrics import RequestObserver, ServerMetrics
-from megatron_runtime.server.openai.answer import Answer, Fragment, TokenLogProb, prompt_log_probs
+from megatron_runtime.server.openai.answer import Choice, Piece
 from megatron_runtime.server.openai.jobs import Job
 from megatron_runtime.server.streaming import cancel
 from megatron_runtime.tokenization import Tokenizer
@@ -29,68 +28,9 @@ _STARTED_AT_ONCE = 8
 _T = TypeVar("_T")
 
 
-class TokenStream(Protocol):
-    """Partial answers, then one final: `{"partial": {"new_tokens": […]}}` … `{"final": reply}`."""
-
-    def __aiter__(self) -> AsyncIterator[dict[str, Any]]: ...
-
-    async def aclose(self) -> None:
-        """Abort the request if it is still open."""
-
-
-class Backend(Protocol):
-    """Generates tokens for tokenized prompts: an `InferenceClient`, or an in-process equivalent.
-
-    A reply is a map with `status`, `finish_reason`, `generated_tokens`, `generated_text` (only if a stop text was
-    matched), `prompt_length`, `generated_length`, `num_cached_tokens` and, when FAILED, `error`.
-    Rejections are raised as RequestRejectedError.
-    """
-
-    @property
-    def connected(self) -> bool:
-        """Whether requests submitted now reach a coordinator."""
-
-    def add_request(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
-    ) -> asyncio.Future[Any]:
-        """Submit; the future gives the reply map. Cancelling it aborts the request.
-
-        tenant: the tenant that the request counts against; empty: the one of all requests without.
-        """
-
-    def add_request_streaming(
-        self, prompt: list[int], sampling_params: SamplingParams, *, tenant: str = ""
-    ) -> TokenStream:
-        """Submit; the stream gives tokens as they are generated."""
-
-    def start_cuda_profiler(self) -> asyncio.Future[ControlAck]:
-        """Begin the profiled range of every engine. Fails with ControlRefusedError or CoordinatorUnreachableError."""
-
-    def stop_cuda_profiler(self) -> asyncio.Future[ControlAck]:
-        """End it, in the same way."""
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of one choice; the last one has the finish reason.
-
-    token_ids: the tokens that this part is made of.
-    generated: all tokens that were generated, those that ended the answer included; on the last part only.
-    generated_log_probs: of each of them, if they are known.
-    """
-
-    index: int
-    text: str
-    finish_reason: str | None = None
-    log_probs: Sequence[TokenLogProb] = ()
-    token_ids: Sequence[int] = ()
-    generated: Sequence[int] = ()
-    generated_log_probs: Sequence[float] | None = None
-
-
 @dataclass(slots=True)
 class Usage:
-    """Tokens of a whole request, summed over prompts and choices, and the epochs of the weights that made them."""
+    """Tokens of a request, summed over prompts and choices, and the epochs of the weights that generated them."""
 
     prompt: int = 0
     cached: int = 0
@@ -119,79 +59,15 @@ class Usage:
         }
 
 
-class _Choice:
-    """One choice while it is generated: turns the engine's replies into pieces."""
-
-    def __init__(self, job: Job, tokenizer: Tokenizer, *, field_names: Mapping[str, str]) -> None:
-        self._job = job
-        self._tokenizer = tokenizer
-        self._field_names = field_names
-        self._answer = Answer(
-            tokenizer,
-            end_ids=job.end_ids,
-            visible=job.visible,
-            wants_log_probs=job.params.return_log_probs,
-            offset=len(job.prefix or ""),
-        )
-        self._wants_prompt = job.params.return_log_probs and not job.params.skip_prompt_log_probs
-        self._has_begun = job.prefix is None
-
-    def begin(self) -> Piece | None:
-        """Return the echo if it needs nothing from the engine."""
-        return None if self._wants_prompt else self._echo({})
-
-    def feed(self, partial: Mapping[str, Any]) -> Piece | None:
-        """Take a partial answer."""
-        echo = self._echo(partial) if partial.get("prompt_log_probs") is not None else None
-        if not self._has_begun or self._job.prompt_only:
-            # The prompt's log-probabilities come first, or with the final reply; the whole answer waits for them.
-            return echo
-        fragment = self._answer.feed(
-            partial["new_tokens"], partial.get("new_log_probs"), partial.get("new_top_n_logprobs")
-        )
-        piece = self._joined(echo, fragment)
-        return piece if piece.text or piece.token_ids else None
-
-    def finish(self, reply: Mapping[str, Any]) -> Piece:
-        """Take the final reply. Raises ApiError if it is a failure."""
-        if reply.get("status") == "FAILED" or reply.get("error"):
-            raise from_reply_error(reply.get("error"), field_names=self._field_names)
-        reason: str = reply.get("finish_reason") or "stop"
-        if reason not in ("stop", "length"):
-            raise try_again(503, f"generation ended early ({reason}): try again", code=reason)
-        echo = self._echo(reply)
-        if self._job.prompt_only:
-            return self._joined(echo, Fragment(), "length")
-        piece = self._joined(echo, self._answer.finish(reply), reason)
-        tokens, log_probs = reply["generated_tokens"], reply.get("generated_log_probs")
-        # After a failover the reply may have only the log-probabilities since then.
-        known = log_probs if log_probs is not None and len(log_probs) == len(tokens) else None
-        return replace(piece, generated=tokens, generated_log_probs=known)
-
-    def _echo(self, reply: Mapping[str, Any]) -> Piece | None:
-        if self._has_begun:
-            return None
-        self._has_begun = True
-        job = self._job
-        entries = prompt_log_probs(self._tokenizer, job.prompt, reply) if self._wants_prompt else ()
-        return Piece(job.index, job.prefix or "", log_probs=entries, token_ids=job.prompt)
-
-    def _joined(self, echo: Piece | None, fragment: Fragment, reason: str | None = None) -> Piece:
-        if echo is None:
-            return Piece(self._job.index, fragment.text, reason, fragment.log_probs, fragment.token_ids)
-        log_probs, token_ids = [*echo.log_probs, *fragment.log_probs], [*echo.token_ids, *fragment.token_ids]
-        return Piece(self._job.index, echo.text + fragment.text, reason, log_probs, token_ids)
-
-
 @dataclass(slots=True)
 class Generation:
     """The jobs of one HTTP request.
 
-    field_names: request fields by the sampling parameter that they became, for errors.
-    coordinator_wait_seconds: how long they wait for a coordinator that is not reachable.
+    field_names: request fields by sampling parameter, for errors.
+    coordinator_wait_seconds: how long the jobs wait for a coordinator that is not reachable.
     """
 
-    backend: Backend
+    client: InferenceClient
     tokenizer: Tokenizer
     metrics: ServerMetrics
     jobs: Sequence[Job]
@@ -200,7 +76,7 @@ class Generation:
     usage: Usage = field(default_factory=Usage)
 
     async def collect(self) -> list[Piece]:
-        """Return every choice whole, in order. Cancelled or failed, it aborts what is still open."""
+        """Return every choice whole, in order. When it is cancelled or fails, it aborts the open choices."""
         await self._until_connected()
         tasks: list[asyncio.Task[Piece]] = []
         try:
@@ -210,24 +86,24 @@ class Generation:
             await cancel(*tasks)
 
     async def _until_connected(self) -> None:
-        """Wait for the coordinator: its restart delays requests and fails none."""
+        """Wait for the coordinator, so that its restart delays requests but fails none."""
         try:
             async with asyncio.timeout(self.coordinator_wait_seconds):
-                while not self.backend.connected:  # noqa: ASYNC110 - only while the coordinator is away
+                while not self.client.connected:  # noqa: ASYNC110 - only while the coordinator is unreachable
                     await asyncio.sleep(_RECONNECT_CHECK_SECONDS)
         except TimeoutError as error:
             message = f"The coordinator has not answered for {self.coordinator_wait_seconds:g} s: try again."
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     async def _collect_one(self, job: Job) -> Piece:
-        choice = _Choice(job, self.tokenizer, field_names=self.field_names)
+        choice = Choice(job, self.tokenizer)
         with self.metrics.request(len(job.prompt), streams=False, tenant=job.tenant) as observed:
             with _rejections(self.field_names):
-                reply = await self.backend.add_request(job.prompt, job.params, tenant=job.tenant)
+                reply = await self.client.add_request(job.prompt, job.params, tenant=job.tenant)
             return self._finished(job, choice, reply, observed)
 
     async def stream(self) -> AsyncGenerator[Piece]:
-        """Yield pieces as they come, choices interleaved. Closed early, it aborts what is still open."""
+        """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices."""
         await self._until_connected()
         if len(self.jobs) == 1:
             async with aclosing(self._stream_one(self.jobs[0])) as pieces:
@@ -261,10 +137,10 @@ class Generation:
             await merged.put(error)
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
-        choice = _Choice(job, self.tokenizer, field_names=self.field_names)
+        choice = Choice(job, self.tokenizer)
         observing = self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant)
         with observing as observed, _rejections(self.field_names):
-            stream = self.backend.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
+            stream = self.client.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
@@ -278,7 +154,12 @@ class Generation:
                         yield piece
         raise ApiError(500, "the engine's stream ended without a final answer")
 
-    def _finished(self, job: Job, choice: _Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
+    def _finished(self, job: Job, choice: Choice, reply: dict[str, Any], observed: RequestObserver) -> Piece:
+        if reply.get("status") == "FAILED" or reply.get("error"):
+            raise from_reply_error(reply.get("error"), field_names=self.field_names)
+        reason: str = reply.get("finish_reason") or "stop"
+        if reason not in ("stop", "length"):
+            raise try_again(503, f"generation ended early ({reason}): try again", code=reason)
         piece = choice.finish(reply)
         self.usage.add(job, reply)
         observed.finished(piece.finish_reason or "stop", reply)
@@ -287,7 +168,7 @@ class Generation:
 
 @contextmanager
 def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
-    """Raise the client's rejections as ApiError."""
+    """Raise rejections of the InferenceClient as ApiError."""
     try:
         yield
     except RequestRejectedError as error:
@@ -301,7 +182,7 @@ def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
 
 
 async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
-    """Append a running task for each; other requests run between them, however many there are."""
+    """Append a running task for each coroutine. Other requests run in between, however many there are."""
     for work in works:
         tasks.append(asyncio.create_task(work))
         if len(tasks) % _STARTED_AT_ONCE == 0:

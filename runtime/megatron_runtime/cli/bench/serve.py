@@ -1,4 +1,4 @@
-"""`megatron bench serve`: clients of a running server that each wait for an answer before the next request."""
+"""`megatron bench serve`: clients of a running server, which send the next request after the answer."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from megatron_runtime.cli.api_client import (
     connection_options,
     terminal_text,
 )
-from megatron_runtime.cli.bench.report import Counts, Figure, json_file, percentile, report
-from megatron_runtime.cli.options import COUNT, readable_errors
+from megatron_runtime.cli.bench.report import Figure, json_file, percentile, report
+from megatron_runtime.cli.options import COUNT, COUNTS, readable_errors
 
 _DROPPED = (httpx.RemoteProtocolError, httpx.ReadError, httpx.WriteError)
 _RETRIES = 3
@@ -35,7 +35,7 @@ WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copp
 class LoadOptions:
     """concurrency: clients at once, each number a run of `requests` requests (at least two for each client).
 
-    seed: of the prompts: runs of different seeds have different prompts.
+    seed: of the prompts. Runs with different seeds have different prompts.
     """
 
     url: str
@@ -50,7 +50,7 @@ class LoadOptions:
 
 @dataclass(slots=True)
 class _Answers:
-    """Seconds to each first token, seconds between later chunks, and tokens by the server's own count.
+    """Seconds to each first token, seconds between later chunks, and tokens as counted by the server.
 
     retries: requests that were sent again because the server closed the connection before it answered.
     """
@@ -62,20 +62,20 @@ class _Answers:
 
 
 def run(options: LoadOptions) -> list[Figure]:
-    # The load shares the machine with what it measures: with uvloop it takes a quarter less CPU time per token.
+    # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return [figure for clients in options.concurrency for figure in runner.run(_run(options, clients))]
 
 
 async def _run(options: LoadOptions, clients: int) -> list[Figure]:
-    # Each request has its own connection: servers differ in how long they keep an idle one, and for how many requests.
+    # Each request has its own connection, because servers differ in how long they keep an idle one.
     headers = {"Connection": "close"}
     if options.api_key is not None:
         headers["Authorization"] = f"Bearer {options.api_key}"
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
     rng = random.Random(f"{options.seed} {clients}")
     answers, first = _Answers(), _Answers()
-    # The first request is not measured: the server allocates then.
+    # The first request is a warm-up and not measured.
     count = max(options.requests, 2 * clients) + 1
     prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(count)]
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
@@ -104,7 +104,7 @@ def _figures(answers: _Answers, clients: int, seconds: float) -> Iterator[Figure
 
 
 async def _request(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answers: _Answers) -> None:
-    """One streamed completion of exactly `new_tokens` tokens."""
+    """Measure one streamed completion of exactly `new_tokens` tokens."""
     body: dict[str, Any] = {
         "model": options.model,
         "prompt": prompt,
@@ -139,7 +139,7 @@ async def _request(http: httpx.AsyncClient, options: LoadOptions, prompt: str, a
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
-    """The reply as it begins. A request whose connection is closed before that is sent again."""
+    """Return the reply as it begins. A request whose connection is closed before that is sent again."""
     for _ in range(_RETRIES):
         with contextlib.suppress(*_DROPPED):
             return await http.send(http.build_request("POST", url, json=body), stream=True)
@@ -149,15 +149,15 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 
 @click.command()
 @connection_options
-@click.option("--concurrency", type=Counts(), default="1,8,32", help="Clients at once, each a run.")
+@click.option("--concurrency", type=COUNTS, default="1,8,32", help="Clients at once, each number a run.")
 @click.option("--requests", type=COUNT, default=32, help="Of each run; at least two a client.")
 @click.option("--prompt-words", type=COUNT, default=64)
-@click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; nothing ends early.")
-@click.option("--seed", type=int, default=0, help="Prompts of another seed are others.")
+@click.option("--new-tokens", type=COUNT, default=64, help="Of each answer; no answer ends early.")
+@click.option("--seed", type=int, default=0, help="Of the prompts.")
 @json_file
 @readable_errors
-def command(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
-    """How a server answers clients that wait for each answer before they ask again."""
+def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
+    """How a server answers clients that wait for each answer before the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
     options = LoadOptions(url=url.rstrip("/").removesuffix("/v1"), model=model, api_key=api_key, **values)
     try:
