@@ -19,7 +19,7 @@ from peer_bench.cells import HTTP, OURS, READY, Cell, Engine
 from peer_bench.processes import START_SECONDS, WORKERS, Worker, WorkerError, last_line
 from peer_bench.weights import DTYPES, MODEL
 
-from megatron_runtime.cli.bench.serve import LoadOptions, run
+from megatron_runtime.cli.bench.serve import run
 
 _HOST = "127.0.0.1"
 _WORDS, _SEQUENCES = 64, 32
@@ -76,18 +76,17 @@ class Server:
         return f"http://{_HOST}:{self.port}"
 
     def tokens_per_second(self, cell: Cell, *, seed: int) -> float:
-        options = LoadOptions(
-            url=self.url,
-            model=self.model,
-            api_key=None,
-            concurrency=(cell.batch,),
-            requests=2 * cell.batch,
-            prompt_words=_WORDS,
-            new_tokens=cell.new_tokens,
-            seed=seed,
-        )
         try:
-            figures = run(options)
+            figures = run(
+                url=self.url,
+                model=self.model,
+                api_key=None,
+                concurrency=(cell.batch,),
+                requests=2 * cell.batch,
+                prompt_words=_WORDS,
+                new_tokens=cell.new_tokens,
+                seed=seed,
+            )
         except (httpx.HTTPError, click.ClickException) as error:
             self.close()
             raise WorkerError(str(error) or repr(error)) from error

@@ -77,8 +77,8 @@ class ServerMetrics:
         tokens = partial(family, Histogram, buckets=_TOKENS)
         self.prompt_size = tokens("request_prompt_tokens", "Prompt tokens of a request.")
         self.answer_size = tokens("request_generation_tokens", "Generated tokens of a request.")
-        own = self.registry
-        self.responses = Counter("megatron_http_responses", "Answers by route and status.", ["route", "status"], own)
+        own, labels = self.registry, ["route", "status"]
+        self.responses = Counter("megatron_http_responses", "Answers by route and status.", labels, registry=own)
         aborted = "Choices without an answer: disconnect, error or shutdown."
         self.aborted = Counter("megatron_requests_aborted", aborted, registry=own)
 

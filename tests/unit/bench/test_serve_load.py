@@ -9,7 +9,7 @@ import click
 import httpx
 import pytest
 
-from megatron_runtime.cli.bench.serve import LoadOptions, run
+from megatron_runtime.cli.bench.serve import run
 
 CHUNKS = (
     {"choices": [{"text": "a"}]},
@@ -50,8 +50,8 @@ async def server(*, drops: Container[int] = (), status: str = "200 OK") -> Async
 
 async def figures_of(url: str) -> dict[str, float]:
     sizes = {"concurrency": (2,), "requests": 4, "prompt_words": 3, "new_tokens": 2}
-    options = LoadOptions(url=url, model="m", api_key=None, **sizes)
-    return {figure.key: figure.value for figure in await asyncio.to_thread(run, options)}
+    figures = await asyncio.to_thread(run, url=url, model="m", api_key=None, **sizes)
+    return {figure.key: figure.value for figure in figures}
 
 
 async def test_every_request_has_its_own_connection() -> None:

@@ -26,29 +26,20 @@ PROBE_BYTES = 1 << 28
 """Size of the probe of the memory bandwidth: far larger than any cache."""
 
 
-def run(
-    *,
-    model: str,
-    dtype: str,
-    batch: tuple[int, ...],
-    prompt_tokens: int,
-    new_tokens: int,
-    threads: int | None,
-    kv_cache_memory: int,
-) -> Iterator[Figure]:
-    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early."""
+def run(*, batch: tuple[int, ...], prompt_tokens: int, new_tokens: int, **settings: Any) -> Iterator[Figure]:
+    """Yield the figures of a run for each size in `batch`. Requests are greedy and do not end early.
+
+    settings: of the engine.
+    """
     core = build_native(
         EngineSettings(
             coordinator="tcp://127.0.0.1:0",  # never connected to
             name="bench",
-            model=model,
-            dtype=dtype,
             max_requests=max(batch),
             max_tokens=max(2048, *batch),
             max_sequence_length=prompt_tokens + new_tokens,
-            kv_cache_memory=kv_cache_memory,
-            threads=threads,
             prefix_caching=False,
+            **settings,
         )
     ).core
     executor = core.executor

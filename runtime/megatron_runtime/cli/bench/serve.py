@@ -6,8 +6,7 @@ import asyncio
 import contextlib
 import random
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,23 +30,6 @@ _RETRIES = 3
 WORDS = ("river", "stone", "engine", "light", "paper", "garden", "signal", "copper", "window", "silver", "forest")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LoadOptions:
-    """concurrency: clients at once, each number a run of `requests` requests (at least two for each client).
-
-    seed: of the prompts. Runs with different seeds have different prompts.
-    """
-
-    url: str
-    model: str
-    api_key: str | None
-    concurrency: tuple[int, ...]
-    requests: int
-    prompt_words: int
-    new_tokens: int
-    seed: int = 0
-
-
 @dataclass(slots=True)
 class _Answers:
     """Seconds to each first token, seconds between later chunks, and tokens as counted by the server.
@@ -61,67 +43,83 @@ class _Answers:
     retries: int = 0
 
 
-def run(options: LoadOptions) -> list[Figure]:
+def run(*, concurrency: tuple[int, ...], **options: Any) -> list[Figure]:
+    """Measure a run for each number of clients in `concurrency`. options: of run_clients()."""
     # The load shares the machine with the server. With uvloop it takes a quarter less CPU time per token.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return [figure for clients in options.concurrency for figure in runner.run(_run(options, clients))]
+        return [figure for clients in concurrency for figure in runner.run(run_clients(clients, **options))]
 
 
-async def _run(options: LoadOptions, clients: int) -> list[Figure]:
+async def run_clients(
+    clients: int,
+    *,
+    url: str,
+    model: str,
+    api_key: str | None,
+    requests: int,
+    prompt_words: int,
+    new_tokens: int,
+    seed: int = 0,
+) -> list[Figure]:
+    """Measure `clients` clients at once.
+
+    requests: of all clients together; at least two for each client are sent.
+    seed:     of the prompts. Runs with different seeds have different prompts.
+    """
     # Each request has its own connection, because servers differ in how long they keep an idle one.
-    headers = {"Connection": "close"}
-    if options.api_key is not None:
-        headers["Authorization"] = f"Bearer {options.api_key}"
+    headers = {"Connection": "close", **({} if api_key is None else {"Authorization": f"Bearer {api_key}"})}
     limits = httpx.Limits(max_connections=clients, max_keepalive_connections=0)
-    rng = random.Random(f"{options.seed} {clients}")
-    answers, first = _Answers(), _Answers()
-    # The first request is a warm-up and not measured.
-    count = max(options.requests, 2 * clients) + 1
-    prompts = [" ".join(rng.choices(WORDS, k=options.prompt_words)) for _ in range(count)]
+    rng = random.Random(f"{seed} {clients}")
+    answers, warm_up = _Answers(), _Answers()
+    count = max(requests, 2 * clients) + 1
+    bodies = [
+        {
+            "model": model,
+            "prompt": " ".join(rng.choices(WORDS, k=prompt_words)),
+            "max_tokens": new_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        for _ in range(count)
+    ]
     async with httpx.AsyncClient(headers=headers, limits=limits, timeout=httpx.Timeout(30, read=None)) as http:
-        await _request(http, options, prompts.pop(), first)
-        answers.retries = first.retries
+        await _request(http, url, bodies.pop(), warm_up)
+        answers.retries = warm_up.retries
 
         async def client() -> None:
-            while prompts:
-                await _request(http, options, prompts.pop(), answers)
+            while bodies:
+                await _request(http, url, bodies.pop(), answers)
 
         begun = time.perf_counter()
         await asyncio.gather(*(client() for _ in range(clients)))
         seconds = time.perf_counter() - begun
-    return list(_figures(answers, clients, seconds))
-
-
-def _figures(answers: _Answers, clients: int, seconds: float) -> Iterator[Figure]:
-    what = f"{clients} clients"
-    yield Figure(f"c{clients}_tokens_per_s", f"{what}: generated", answers.tokens / seconds, "tokens/s")
-    yield Figure(f"c{clients}_retries", f"{what}: dropped unanswered, sent again", answers.retries, "requests")
+    what, retried = f"{clients} clients", "dropped unanswered, sent again"
+    figures = [
+        Figure(f"c{clients}_tokens_per_s", f"{what}: generated", answers.tokens / seconds, "tokens/s"),
+        Figure(f"c{clients}_retries", f"{what}: {retried}", answers.retries, "requests"),
+    ]
     for percent in (50, 99):
         for name, values in (("ttft", answers.first), ("itl", answers.between)):
             if values:
                 value = percentile(values, percent) * 1000
-                yield Figure(f"c{clients}_{name}_p{percent}_ms", f"{what}: {name.upper()}, p{percent}", value, "ms")
+                figures.append(
+                    Figure(f"c{clients}_{name}_p{percent}_ms", f"{what}: {name.upper()}, p{percent}", value, "ms")
+                )
+    return figures
 
 
-async def _request(http: httpx.AsyncClient, options: LoadOptions, prompt: str, answers: _Answers) -> None:
-    """Measure one streamed completion of exactly `new_tokens` tokens."""
-    body: dict[str, Any] = {
-        "model": options.model,
-        "prompt": prompt,
-        "max_tokens": options.new_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+async def _request(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> None:
+    """Measure one streamed completion."""
     last, waiting = time.perf_counter(), True
-    async with contextlib.aclosing(await _send(http, f"{options.url}/v1/completions", body, answers)) as reply:
+    async with contextlib.aclosing(await _send(http, f"{url}/v1/completions", body, answers)) as reply:
         events = EventReader()
         try:
             async for data in reply.aiter_raw():
                 if reply.status_code != 200:
                     shown = terminal_text(data[:200].decode(errors="replace"))
-                    raise click.ClickException(f"{options.url} answered {reply.status_code}: {shown}")
+                    raise click.ClickException(f"{url} answered {reply.status_code}: {shown}")
                 for event in events.feed(data):
                     usage = event.get("usage") or {}
                     tokens = usage.get("completion_tokens", 0) if isinstance(usage, dict) else None
@@ -133,9 +131,9 @@ async def _request(http: httpx.AsyncClient, options: LoadOptions, prompt: str, a
                         (answers.first if waiting else answers.between).append(now - last)
                         last, waiting = now, False
         except (StreamFormatError, StreamFailedError) as error:
-            raise click.ClickException(f"{options.url}: {error}") from error
+            raise click.ClickException(f"{url}: {error}") from error
         if reply.status_code != 200:
-            raise click.ClickException(f"{options.url} answered {reply.status_code}")
+            raise click.ClickException(f"{url} answered {reply.status_code}")
 
 
 async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers: _Answers) -> httpx.Response:
@@ -159,10 +157,9 @@ async def _send(http: httpx.AsyncClient, url: str, body: dict[str, Any], answers
 def serve(*, json_file: Path | None, url: str, model: str | None, api_key: str | None, **values: Any) -> None:
     """How a server answers clients that wait for each answer before the next request."""
     model = model or ApiClient(url, api_key=api_key).first_model()
-    options = LoadOptions(url=url.rstrip("/").removesuffix("/v1"), model=model, api_key=api_key, **values)
+    options = {"url": url.rstrip("/").removesuffix("/v1"), "model": model, **values}
     try:
-        figures = run(options)
+        figures = run(api_key=api_key, **options)
     except httpx.HTTPError as error:
         raise click.ClickException(f"the connection to {url} failed: {error!r}") from error
-    shown = {name: value for name, value in asdict(options).items() if name != "api_key"}
-    report("serve", f"Server at {options.url}, {model}", shown, figures, json_file)
+    report("serve", f"Server at {options['url']}, {model}", options, figures, json_file)

@@ -10,6 +10,7 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -76,6 +77,17 @@ def only(*neutral: Any) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def only_with(other: str, wanted: Any, problem: str) -> AfterValidator:
+    """Return a validator that rejects a value unless the field `other`, which is above this one, is `wanted`."""
+
+    def check(value: Any, info: ValidationInfo) -> Any:
+        if value and info.data.get(other) != wanted:
+            raise ValueError(problem)
+        return value
+
+    return AfterValidator(check)
+
+
 class Body(BaseModel):
     """An object of a request: an unknown key is an error."""
 
@@ -132,7 +144,9 @@ class GenerationRequest(Body):
     top_p: Probability | None = None
     n: Annotated[StrictInt, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: StrictBool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: Annotated[
+        StreamOptions | None, only_with("stream", True, "stream_options is allowed only with stream: true")
+    ] = None
     stop: Annotated[list[str], Field(max_length=MAX_STOP_STRINGS)] = Field(default_factory=list)
     seed: Annotated[StrictInt, Field(ge=-(1 << 63), lt=1 << 64)] | None = None
     presence_penalty: Penalty | None = None
@@ -193,13 +207,6 @@ class GenerationRequest(Body):
         if any(not 0 < len(item) <= MAX_STOP_CHARACTERS for item in strings):
             raise ValueError(f"each string needs 1 to {MAX_STOP_CHARACTERS} characters")
         return strings
-
-    @field_validator("stream_options")
-    @classmethod
-    def _options_need_a_stream(cls, value: StreamOptions | None, info: ValidationInfo) -> StreamOptions | None:
-        if value is not None and not info.data.get("stream"):
-            raise ValueError("stream_options is allowed only with stream: true")
-        return value
 
     @field_validator("logit_bias")
     @classmethod
@@ -328,7 +335,10 @@ class ChatMessage(Body):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     name: Name | None = None
-    tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
+    tool_calls: Annotated[
+        Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None,
+        only_with("role", "assistant", "only messages of role 'assistant' have tool_calls: leave it out"),
+    ] = None
     tool_call_id: Annotated[Name | None, Field(validate_default=True)] = None
     content: Annotated[str, Field(default_factory=lambda: _ABSENT, validate_default=True)]
     function_call: Annotated[Any, FREE_JSON, only()] = None
@@ -355,13 +365,6 @@ class ChatMessage(Body):
         if isinstance(value, list) and value:
             return "\n".join(_text_of_part(part) for part in value)
         raise ValueError("expected a string or a non-empty list of text parts")
-
-    @field_validator("tool_calls")
-    @classmethod
-    def _is_of_the_assistant(cls, value: Any, info: ValidationInfo) -> Any:
-        if value and info.data.get("role") != "assistant":
-            raise ValueError("only messages of role 'assistant' have tool_calls: leave it out")
-        return value
 
     @field_validator("tool_call_id")
     @classmethod
@@ -402,7 +405,10 @@ class ChatRequest(GenerationRequest):
     return_tokenized_data: StrictBool | None = None
     return_raw_text: StrictBool | None = None
     logprobs: StrictBool | None = None
-    top_logprobs: Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    top_logprobs: Annotated[
+        Annotated[StrictInt, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None,
+        only_with("logprobs", True, "top_logprobs is allowed only with logprobs: true"),
+    ] = None
     tools: Tools | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: StrictBool | None = None
@@ -416,13 +422,6 @@ class ChatRequest(GenerationRequest):
     reasoning_effort: Annotated[Any, FREE_JSON, only()] = None
     verbosity: Annotated[Any, FREE_JSON, only("medium")] = None
     moderation: Annotated[Any, FREE_JSON, only()] = None
-
-    @field_validator("top_logprobs")
-    @classmethod
-    def _needs_logprobs(cls, value: int | None, info: ValidationInfo) -> int | None:
-        if value and not info.data.get("logprobs"):
-            raise ValueError("top_logprobs is allowed only with logprobs: true")
-        return value
 
     @field_validator("tools")
     @classmethod
