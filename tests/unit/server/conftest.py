@@ -1,4 +1,4 @@
-"""The true tokenizer, and a real HTTP server on loopback in front of a scripted backend."""
+"""The built-in model's tokenizer, and a real HTTP server on loopback with a scripted client of the coordinator."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ class Served:
             self.lines.append(line.rstrip())
             if match := re.search(pattern, line):
                 return match
-        raise AssertionError(f"{pattern!r} was never said:\n" + "\n".join(self.lines))
+        raise AssertionError(f"no line matched {pattern!r}:\n" + "\n".join(self.lines))
 
     def children(self) -> dict[str, psutil.Process]:
         children = psutil.Process(self.process.pid).children()

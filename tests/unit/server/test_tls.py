@@ -1,4 +1,4 @@
-"""HTTPS by the server itself: verified by an ordinary client, renewed without a restart, refused where unusable."""
+"""HTTPS of the server: verified by an ordinary client, renewed without a restart, rejected if unusable."""
 
 from __future__ import annotations
 
