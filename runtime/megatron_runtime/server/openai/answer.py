@@ -69,12 +69,12 @@ class Choice:
         self._marker_length = {id_: len(tokenizer.token_bytes(id_).decode()) for id_ in job.visible}
         self._wants_log_probs = job.params.return_log_probs
         self._wants_prompt_log_probs = self._wants_log_probs and not job.params.skip_prompt_log_probs
-        self._has_begun = job.prefix is None
+        self._has_begun = job.prompt.echoed is None
         self._is_plain = not self._wants_log_probs and not job.visible  # tokens become text together
         self._held: list[_Token] = []  # at most one
         self._received = 0  # tokens taken or held
         self._is_waiting = False  # a token came without its log-probability
-        self._offset = len(job.prefix or "")
+        self._offset = len(job.prompt.echoed or "")
         self._plain = 0  # generated characters without markers: what the engine counts
 
     def begin(self) -> Piece | None:
@@ -90,7 +90,7 @@ class Choice:
         piece = Piece(self._job.index)
         if partial.get("prompt_log_probs") is not None:
             self._echo(partial, piece)
-        if self._has_begun and not self._job.prompt_only:
+        if self._has_begun and not self._job.is_prompt_only:
             tokens: list[int] = partial["new_tokens"]
             details: Sequence[_Detail | None] = [None] * len(tokens)
             if self._wants_log_probs:
@@ -108,7 +108,7 @@ class Choice:
         """
         piece = Piece(self._job.index, finish_reason=reply.get("finish_reason") or "stop")
         self._echo(reply, piece)
-        if self._job.prompt_only:
+        if self._job.is_prompt_only:
             piece.finish_reason = "length"
             return piece
         rest = self._rest(reply)
@@ -131,10 +131,10 @@ class Choice:
         if self._has_begun:
             return
         self._has_begun = True
-        piece.text = self._job.prefix or ""
-        piece.token_ids = list(self._job.prompt)
+        piece.text = self._job.prompt.echoed or ""
+        piece.token_ids = list(self._job.prompt.tokens)
         if self._wants_prompt_log_probs:
-            piece.log_probs = _prompt_log_probs(self._tokenizer, self._job.prompt, reply)
+            piece.log_probs = _prompt_log_probs(self._tokenizer, self._job.prompt.tokens, reply)
 
     def _rest(self, reply: Mapping[str, Any]) -> list[_Token]:
         tokens: Sequence[int] = reply["generated_tokens"][self._received :]

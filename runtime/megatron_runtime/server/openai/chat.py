@@ -14,6 +14,7 @@ from starlette.responses import Response
 
 from megatron_runtime.server.errors import ApiError, invalid_value
 from megatron_runtime.server.openai.answer import Piece, TokenLogProb, chat_log_probs, finite_log_prob
+from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, structured_output
 from megatron_runtime.server.openai.schema import ChatRequest, NamedTool, Tool
 from megatron_runtime.server.openai.service import Service
@@ -47,12 +48,13 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         markers=tools.markers,
         tenant=request.state.tenant,
     )
-    generation = service.generation(body, [Prompt(prompt, param="messages")], options)
     choices = defaultdict[int, _ChatChoice](lambda: _ChatChoice(body, tools, service.prompts.tokenizer, prompt))
-    return await service.respond(
+    return await respond(
+        service,
         request,
-        generation,
         body,
+        [Prompt(prompt, param="messages")],
+        options,
         id_prefix="chatcmpl",
         object_type="chat.completion",
         chunk_type="chat.completion.chunk",

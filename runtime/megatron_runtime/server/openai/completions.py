@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from megatron_runtime.server.errors import context_length_error, invalid_value
 from megatron_runtime.server.openai.answer import Piece, completion_log_probs
+from megatron_runtime.server.openai.generation import respond
 from megatron_runtime.server.openai.jobs import Options, Prompt, check_vocabulary
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE
 from megatron_runtime.server.openai.schema import CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -30,7 +31,7 @@ async def create_completion(service: Service, request: Request) -> Response:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and not body.echo:
         raise invalid_value("max_tokens", "0 leaves no answer; use at least 1, or echo for the prompt alone")
-    service.check_choices(len(body.prompt) * (body.n or 1))
+    service.check_choices(len(body.prompt) * (body.n or 1), tenant=request.state.tenant)
     characters = sum(len(item) for item in body.prompt if isinstance(item, str))
     prompts = await service.while_connected(request, _prompts(service, body, characters), characters=characters)
     options = Options(
@@ -47,10 +48,12 @@ async def create_completion(service: Service, request: Request) -> Response:
         fields = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
         return {**fields, "token_ids": list(piece.token_ids)} if body.return_token_ids else fields
 
-    return await service.respond(
+    return await respond(
+        service,
         request,
-        service.generation(body, prompts, options),
         body,
+        prompts,
+        options,
         id_prefix="cmpl",
         object_type="text_completion",
         chunk_type="text_completion",

@@ -1,23 +1,29 @@
-"""Run the choices of one request on the coordinator, all at once, and count the tokens that they use."""
+"""Run the choices of one request, all at once, and answer with one JSON body or with server-sent events."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
+import uuid
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron_runtime.client.inference_client import InferenceClient
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+
 from megatron_runtime.client.rejection import EngineFailedError, ModelChangedError, RequestRejectedError
-from megatron_runtime.server.errors import ApiError, from_reply_error, try_again
-from megatron_runtime.server.metrics import RequestObserver, ServerMetrics
+from megatron_runtime.server.auth import tenant_salt
+from megatron_runtime.server.errors import ApiError, from_reply_error, invalid_value, try_again
+from megatron_runtime.server.metrics import RequestObserver
 from megatron_runtime.server.openai.answer import Choice, Piece
-from megatron_runtime.server.openai.jobs import Job
-from megatron_runtime.server.streaming import cancel
-from megatron_runtime.tokenization import Tokenizer
+from megatron_runtime.server.openai.jobs import Job, Options, Prompt, jobs_of
+from megatron_runtime.server.openai.schema import GenerationRequest
+from megatron_runtime.server.openai.service import Service
+from megatron_runtime.server.streaming import EventStream, cancel, until_disconnect
 
 logger = logging.getLogger(__name__)
 
@@ -26,6 +32,77 @@ _RECONNECT_CHECK_SECONDS = 0.05
 _STARTED_AT_ONCE = 8
 
 _T = TypeVar("_T")
+
+
+async def respond(
+    service: Service,
+    request: Request,
+    body: GenerationRequest,
+    prompts: Sequence[Prompt],
+    options: Options,
+    *,
+    id_prefix: str,
+    object_type: str,
+    chunk_type: str,
+    choice: Callable[[Piece], dict[str, Any]],
+    chunks: Callable[[Piece], Iterable[dict[str, Any]]],
+) -> Response:
+    """Run the jobs of a request and return the answer, whole or as a stream of events.
+
+    object_type, chunk_type: `object` of a whole answer and of an event.
+    choice: returns a choice of the whole answer, from its only piece.
+    chunks: returns the choices of the events for one piece of a stream.
+    Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
+    open.
+    """
+    service.check_choices(len(prompts) * (body.n or 1), tenant=options.tenant)
+    settings = service.settings
+    if body.priority and not settings.allow_priority:
+        problem = (
+            f"{body.priority} is not 0, and this server lets no request choose its priority. Leave the field "
+            "out, or start the server with --allow-priority (spec.server.allowPriority)"
+        )
+        raise invalid_value("priority", problem)
+    jobs, field_names = jobs_of(
+        body,
+        prompts,
+        options,
+        tokenizer=service.prompts.tokenizer,
+        sequence_limit=service.prompts.sequence_limit,
+        cache_salt=tenant_salt("" if settings.share_prefix_cache else options.tenant, body.cache_salt),
+    )
+    generation = Generation(service, jobs, field_names)
+    base = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    if body.stream:
+        events = _events({"object": chunk_type, **base}, generation, chunks, include_usage=body.include_usage)
+        return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)
+    pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
+    usage = generation.usage
+    fields = {"object": object_type, **base, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
+    encoded = []
+    for piece in pieces:
+        encoded.append(to_json(choice(piece)))
+        await asyncio.sleep(0)  # other requests run between the choices
+    content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
+    return Response(content, media_type="application/json")
+
+
+async def _events(
+    base: dict[str, Any],
+    generation: Generation,
+    chunks: Callable[[Piece], Iterable[dict[str, Any]]],
+    *,
+    include_usage: bool,
+) -> AsyncGenerator[dict[str, Any]]:
+    usage: dict[str, Any] = {"usage": None} if include_usage else {}
+    async with aclosing(generation.stream()) as pieces:
+        async for piece in pieces:
+            fingerprint = generation.usage.fingerprint
+            for chunk in chunks(piece):
+                yield {**base, "system_fingerprint": fingerprint, "choices": [chunk], **usage}
+    if include_usage:
+        fingerprint = generation.usage.fingerprint
+        yield {**base, "system_fingerprint": fingerprint, "choices": [], "usage": generation.usage.as_json()}
 
 
 @dataclass(slots=True)
@@ -39,9 +116,9 @@ class Usage:
 
     def add(self, job: Job, reply: Mapping[str, Any]) -> None:
         if job.counts_prompt:
-            self.prompt += len(job.prompt)
+            self.prompt += len(job.prompt.tokens)
             self.cached += reply.get("num_cached_tokens") or 0
-        if not job.prompt_only:
+        if not job.is_prompt_only:
             self.completion += len(reply["generated_tokens"])
         self.epochs.update(int(epoch) for _, epoch in reply.get("policy_epoch") or ())
 
@@ -61,18 +138,11 @@ class Usage:
 
 @dataclass(slots=True)
 class Generation:
-    """The jobs of one HTTP request.
+    """The jobs of one HTTP request. field_names: request fields by sampling parameter, for errors."""
 
-    field_names: request fields by sampling parameter, for errors.
-    coordinator_wait_seconds: how long the jobs wait for a coordinator that is not reachable.
-    """
-
-    client: InferenceClient
-    tokenizer: Tokenizer
-    metrics: ServerMetrics
+    service: Service
     jobs: Sequence[Job]
     field_names: Mapping[str, str]
-    coordinator_wait_seconds: float
     usage: Usage = field(default_factory=Usage)
 
     async def collect(self) -> list[Piece]:
@@ -87,19 +157,20 @@ class Generation:
 
     async def _until_connected(self) -> None:
         """Wait for the coordinator, so that its restart delays requests but fails none."""
+        seconds = self.service.settings.coordinator_wait_seconds
         try:
-            async with asyncio.timeout(self.coordinator_wait_seconds):
-                while not self.client.connected:  # noqa: ASYNC110 - only while the coordinator is unreachable
+            async with asyncio.timeout(seconds):
+                while not self.service.client.connected:  # noqa: ASYNC110 - only while the coordinator is unreachable
                     await asyncio.sleep(_RECONNECT_CHECK_SECONDS)
         except TimeoutError as error:
-            message = f"The coordinator has not answered for {self.coordinator_wait_seconds:g} s: try again."
+            message = f"The coordinator has not answered for {seconds:g} s: try again."
             raise try_again(503, message, code="coordinator_unreachable", seconds=5) from error
 
     async def _collect_one(self, job: Job) -> Piece:
-        choice = Choice(job, self.tokenizer)
-        with self.metrics.request(len(job.prompt), streams=False, tenant=job.tenant) as observed:
+        choice = Choice(job, self.service.prompts.tokenizer)
+        with self.service.metrics.request(len(job.prompt.tokens), streams=False, tenant=job.options.tenant) as observed:
             with _rejections(self.field_names):
-                reply = await self.client.add_request(job.prompt, job.params, tenant=job.tenant)
+                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=job.options.tenant)
             return self._finished(job, choice, reply, observed)
 
     async def stream(self) -> AsyncGenerator[Piece]:
@@ -137,10 +208,10 @@ class Generation:
             await merged.put(error)
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
-        choice = Choice(job, self.tokenizer)
-        observing = self.metrics.request(len(job.prompt), streams=True, tenant=job.tenant)
+        choice = Choice(job, self.service.prompts.tokenizer)
+        observing = self.service.metrics.request(len(job.prompt.tokens), streams=True, tenant=job.options.tenant)
         with observing as observed, _rejections(self.field_names):
-            stream = self.client.add_request_streaming(job.prompt, job.params, tenant=job.tenant)
+            stream = self.service.client.add_request_streaming(job.prompt.tokens, job.params, tenant=job.options.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo

@@ -63,30 +63,6 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
-    """One choice to generate.
-
-    index:   its place in the answer.
-    end_ids: tokens that may end the answer and are not part of its text.
-    visible: special tokens that the answer shows as text.
-    counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
-    prefix:  text before the generated text (echo); None for none.
-    prompt_only: the generated tokens are not part of the answer.
-    tenant:  the tenant that the choice counts against; empty: this server.
-    """
-
-    index: int
-    prompt: list[int]
-    params: SamplingParams
-    end_ids: frozenset[int]
-    visible: frozenset[int] = frozenset()
-    counts_prompt: bool = True
-    prefix: str | None = None
-    prompt_only: bool = False
-    tenant: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
     """Options of a generation that come from fields of one endpoint.
 
@@ -103,6 +79,30 @@ class Options:
     forced_format: dict[str, Any] | None = None
     markers: tuple[str, ...] = ()
     tenant: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """One choice to generate.
+
+    index:   its place in the answer.
+    end_ids: tokens that may end the answer and are not part of its text.
+    visible: special tokens that the answer shows as text.
+    counts_prompt: its prompt enters the usage: true for the first of the n choices of a prompt.
+    """
+
+    index: int
+    prompt: Prompt
+    params: SamplingParams
+    options: Options
+    end_ids: frozenset[int]
+    visible: frozenset[int]
+    counts_prompt: bool
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Whether the generated tokens are not part of the answer."""
+        return self.options.max_tokens == 0
 
 
 def jobs_of(
@@ -144,19 +144,16 @@ def jobs_of(
             params = copy.copy(shared)
             params.num_tokens_to_generate = budget
             params.seed = choice_seed(request.seed, choice=choice)
-            jobs.append(
-                Job(
-                    index=place * choices + choice,
-                    prompt=prompt.tokens,
-                    params=params,
-                    end_ids=end_ids,
-                    visible=visible,
-                    counts_prompt=choice == 0,
-                    prefix=prompt.echoed,
-                    prompt_only=options.max_tokens == 0,
-                    tenant=options.tenant,
-                )
+            job = Job(
+                index=place * choices + choice,
+                prompt=prompt,
+                params=params,
+                options=options,
+                end_ids=end_ids,
+                visible=visible,
+                counts_prompt=choice == 0,
             )
+            jobs.append(job)
     return jobs, field_names
 
 

@@ -5,29 +5,23 @@ from __future__ import annotations
 import asyncio
 import collections
 import time
-import uuid
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
-from contextlib import aclosing, contextmanager
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
-from pydantic_core import to_json
 from starlette.requests import Request
-from starlette.responses import Response
 
 from megatron_runtime.client.inference_client import InferenceClient
-from megatron_runtime.server.auth import ApiKeys, tenant_salt
-from megatron_runtime.server.errors import ApiError, from_validation, invalid_value, shown, try_again
+from megatron_runtime.server.auth import ApiKeys
+from megatron_runtime.server.errors import ApiError, from_validation, shown, try_again
 from megatron_runtime.server.guards import JsonLimitError, JsonScan, check_content_type
 from megatron_runtime.server.metrics import ServerMetrics
-from megatron_runtime.server.openai.answer import Piece
-from megatron_runtime.server.openai.generation import Generation
-from megatron_runtime.server.openai.jobs import MAX_JOBS, Options, Prompt, jobs_of
+from megatron_runtime.server.openai.jobs import MAX_JOBS
 from megatron_runtime.server.openai.prompts import TEXT_TOKENIZED_IN_PLACE, Prompts
-from megatron_runtime.server.openai.schema import GenerationRequest
 from megatron_runtime.server.settings import ServerSettings
-from megatron_runtime.server.streaming import EventStream, until_disconnect
+from megatron_runtime.server.streaming import until_disconnect
 from megatron_runtime.server.tools import ToolParser
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -119,76 +113,6 @@ class Service:
             return await work
         return await until_disconnect(request.receive, work, expired=self.expired)
 
-    def generation(self, request: GenerationRequest, prompts: Sequence[Prompt], options: Options) -> Generation:
-        """Return the jobs of a request.
-
-        Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
-        open.
-        """
-        choices = len(prompts) * (request.n or 1)
-        self.check_choices(choices)
-        self._check_room(self.metrics.open_requests, tenant=options.tenant, more=choices)
-        if request.priority and not self.settings.allow_priority:
-            problem = (
-                f"{request.priority} is not 0, and this server lets no request choose its priority. Leave the field "
-                "out, or start the server with --allow-priority (spec.server.allowPriority)"
-            )
-            raise invalid_value("priority", problem)
-        jobs, field_names = jobs_of(
-            request,
-            prompts,
-            options,
-            tokenizer=self.prompts.tokenizer,
-            sequence_limit=self.prompts.sequence_limit,
-            cache_salt=tenant_salt("" if self.settings.share_prefix_cache else options.tenant, request.cache_salt),
-        )
-        return Generation(
-            client=self.client,
-            tokenizer=self.prompts.tokenizer,
-            metrics=self.metrics,
-            jobs=jobs,
-            field_names=field_names,
-            coordinator_wait_seconds=self.settings.coordinator_wait_seconds,
-        )
-
-    @staticmethod
-    def check_choices(choices: int) -> None:
-        """Raise ApiError 400 for more choices than one request may have."""
-        if choices > MAX_JOBS:
-            raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
-
-    async def respond(
-        self,
-        request: Request,
-        generation: Generation,
-        body: GenerationRequest,
-        *,
-        id_prefix: str,
-        object_type: str,
-        chunk_type: str,
-        choice: Callable[[Piece], dict[str, Any]],
-        chunks: Callable[[Piece], Iterable[dict[str, Any]]],
-    ) -> Response:
-        """Run the jobs and return the answer, whole or as a stream of events.
-
-        object_type, chunk_type: `object` of a whole answer and of an event.
-        choice: returns a choice of the whole answer, from its only piece.
-        chunks: returns the choices of the events for one piece of a stream.
-        """
-        base = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
-        if body.stream:
-            events = _events({"object": chunk_type, **base}, generation, chunks, include_usage=body.include_usage)
-            return EventStream(events, keep_alive_seconds=self.settings.keep_alive_seconds, expired=self.expired)
-        pieces = await until_disconnect(request.receive, generation.collect(), expired=self.expired)
-        usage = generation.usage
-        fields = {"object": object_type, **base, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
-        encoded = []
-        for piece in pieces:
-            encoded.append(to_json(choice(piece)))
-            await asyncio.sleep(0)  # other requests run between the choices
-        content = b'%b,"choices":[%b]}' % (to_json(fields)[:-1], b",".join(encoded))
-        return Response(content, media_type="application/json")
-
     @contextmanager
     def serving(self, state: Mapping[str, Any]) -> Iterator[None]:
         """Count one HTTP request as open. state: of the request, with the tenant that identify() finds."""
@@ -222,6 +146,12 @@ class Service:
         """Raise ApiError 429 for a new request if too many are open, including those that wait for a coordinator."""
         self._check_room(self.in_flight_by_tenant, tenant=tenant, more=0)
 
+    def check_choices(self, choices: int, *, tenant: str) -> None:
+        """Raise ApiError 400 for more choices than one request may have, 429 if too many choices are open."""
+        if choices > MAX_JOBS:
+            raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
+        self._check_room(self.metrics.open_requests, tenant=tenant, more=choices)
+
     def _check_room(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
         """Raise ApiError 429 if `more` and the open ones together would be too many.
 
@@ -233,21 +163,3 @@ class Service:
         if open_by_tenant.total() + more > limit and open_by_tenant[tenant] + more > share:
             message = f"This server has {limit} requests open, or would have: try again."
             raise try_again(429, message, code="too_many_requests")
-
-
-async def _events(
-    base: dict[str, Any],
-    generation: Generation,
-    chunks: Callable[[Piece], Iterable[dict[str, Any]]],
-    *,
-    include_usage: bool,
-) -> AsyncGenerator[dict[str, Any]]:
-    usage: dict[str, Any] = {"usage": None} if include_usage else {}
-    async with aclosing(generation.stream()) as pieces:
-        async for piece in pieces:
-            fingerprint = generation.usage.fingerprint
-            for chunk in chunks(piece):
-                yield {**base, "system_fingerprint": fingerprint, "choices": [chunk], **usage}
-    if include_usage:
-        fingerprint = generation.usage.fingerprint
-        yield {**base, "system_fingerprint": fingerprint, "choices": [], "usage": generation.usage.as_json()}
