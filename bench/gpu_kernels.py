@@ -382,18 +382,18 @@ def main(path: Path | None, backend: str, dtype: str, tokens: str, context: int,
     name = torch.cuda.get_device_name(device)
     gigabytes, teraflops = ceilings.bytes_per_second / 1e9, ceilings.flops_per_second / 1e12
     click.echo(f"{name}: copy {gigabytes:.0f} GB/s, product {teraflops:.0f} TFLOP/s")
-    results, refused = [], []
+    results, rejected = [], []
     for case in cases(ModelShape(), device, kind, tokens=[int(t) for t in tokens.split(",")], context=context):
         if operation and case.operation not in operation:
             continue
         try:
             result = measure(case, Backend(backend), ceilings, device)
         except KernelError as error:
-            refused.append(str(error))
+            rejected.append(str(error))
             continue
         results.append(result)
         click.echo(_line(result))
-    for message in sorted(set(refused)):
+    for message in sorted(set(rejected)):
         click.echo(f"left out: {message}", err=True)
     if path is not None:
         report = {

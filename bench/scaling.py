@@ -256,8 +256,8 @@ def main(
     sizes = sorted(itertools.product(batches, contexts), key=lambda size: size[0] * size[1])
     sizes = [(batch, context) for batch, context in sizes if batch * context <= most_tokens]
     # One page more for each sequence, because a context may not be a multiple of a page.
-    room = max(batch * (context + _PAGE) for batch, context in sizes)
-    bench = Bench(model, dtype=dtype, threads=threads, most_tokens=room)
+    capacity = max(batch * (context + _PAGE) for batch, context in sizes)
+    bench = Bench(model, dtype=dtype, threads=threads, most_tokens=capacity)
     cells = []
     for batch, context in sizes:
         bench.write_cache(batch * (context + _PAGE))

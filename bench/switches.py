@@ -39,8 +39,8 @@ class Setting:
 
     def measure(self, seed: int) -> None:
         for name, (batch, prompt_tokens, new_tokens) in CELLS.items():
-            asked = self.worker.ask(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
-            took = asked["seconds"] - (asked["first_seconds"] if new_tokens > 1 else 0.0)
+            reply = self.worker.ask(batch=batch, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed)
+            took = reply["seconds"] - (reply["first_seconds"] if new_tokens > 1 else 0.0)
             self.seconds.setdefault(name, []).append(took)
 
 

@@ -122,7 +122,7 @@ def coordinator(*, routing_policy: str, **options: Any) -> None:
     type=_PARALLEL,
     default=1,
     envvar="PIPELINE_PARALLEL_SIZE",
-    help="Stages, of some layers each.",
+    help="Stages with a part of the layers.",
 )
 @click.option(
     "--expert-parallel",

@@ -48,7 +48,9 @@ _CONNECT_SECONDS = 60.0
 @click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of each engine.")
 @batch_invariant
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
-@click.option("--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Of requests to the engines.")
+@click.option(
+    "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
+)
 @click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share of the CPUs.")
 @server_options
 @click.option(

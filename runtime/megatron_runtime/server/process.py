@@ -49,7 +49,7 @@ def run(settings: ServerSettings, *, listener: socket.socket | None = None) -> N
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # a call encodes one text: it needs no thread pool
         tokenizer = load_tokenizer(settings.model)
         tokenizer.bound.fewest_tokens("")  # computed now, not while requests wait for it
-        gc.freeze()  # collections skip modules and vocabulary, which stay: they would stall streams
+        gc.freeze()  # keep modules and vocabulary out of collections, which stall streams
         loop_factory = uvicorn.Config(app="", loop="auto").get_loop_factory()
         with asyncio.Runner(loop_factory=loop_factory) as runner:
             runner.run(_serve(settings, listener=listener, tokenizer=tokenizer))

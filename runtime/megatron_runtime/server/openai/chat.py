@@ -162,8 +162,8 @@ async def _with_earlier_tokens(service: Service, request: ChatRequest, prompt: l
     # Special tokens are never merged with text, so both have the same tokens up to the end of the answer.
     if not ends or prompt[: ends[-1] + 1] != upto[: ends[-1] + 1]:
         problem = (
-            "the chat template puts no end token after an answer, so its tokens cannot be told from those of the next "
-            "message. Leave prevent_retokenization out"
+            "the chat template puts no end token after an answer, so its tokens cannot be separated from those of the "
+            "next message. Leave prevent_retokenization out"
         )
         raise invalid_value(param, problem)
     service.prompts.check(earlier, param=param)

@@ -256,10 +256,10 @@ def _budget(prompt: Prompt, wanted: int | None, *, limit: int | None) -> int | N
     wanted = None if wanted is None else min(max(wanted, 1), (1 << 31) - 1)
     if limit is None:
         return wanted
-    room = limit - len(prompt.tokens)
-    if room < 1:
+    available = limit - len(prompt.tokens)
+    if available < 1:
         raise context_length_error(prompt_length=len(prompt.tokens), limit=limit, param=prompt.param)
-    return room if wanted is None else min(wanted, room)
+    return available if wanted is None else min(wanted, available)
 
 
 def _check_sent_bytes(shared: SamplingParams, prompts: Sequence[Prompt], *, choices: int, format_field: str) -> None:

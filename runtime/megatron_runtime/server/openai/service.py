@@ -144,15 +144,15 @@ class Service:
 
     def check_in_flight(self, *, tenant: str) -> None:
         """Raise ApiError 429 for a new request if too many are open, including those that wait for a coordinator."""
-        self._check_room(self.in_flight_by_tenant, tenant=tenant, more=0)
+        self._check_capacity(self.in_flight_by_tenant, tenant=tenant, more=0)
 
     def check_choices(self, choices: int, *, tenant: str) -> None:
         """Raise ApiError 400 for more choices than one request may have, 429 if too many choices are open."""
         if choices > MAX_JOBS:
             raise ApiError(400, f"Prompts times n may not exceed {MAX_JOBS}: ask for fewer.", param="n")
-        self._check_room(self.metrics.open_requests, tenant=tenant, more=choices)
+        self._check_capacity(self.metrics.open_requests, tenant=tenant, more=choices)
 
-    def _check_room(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
+    def _check_capacity(self, open_by_tenant: collections.Counter[str], *, tenant: str, more: int) -> None:
         """Raise ApiError 429 if `more` and the open ones together would be too many.
 
         A full server still accepts requests of a tenant that has less than its fair share of the limit. So no tenant
