@@ -11,10 +11,10 @@ import gc
 import random
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import psutil
@@ -69,7 +69,7 @@ class Peer:
     """
 
     def __init__(self, address: str, hello: messages.Hello) -> None:
-        self.on_message: Callable[[list[object]], None] = lambda head: None
+        self.on_message: Callable[[list[Any]], None] = lambda head: None
         self._hello = hello
         self._registered = asyncio.Event()
         self._dealer = UnbatchedDealer(address, self._receive, max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES)
@@ -137,14 +137,11 @@ class Engine(Peer):
         self.open: list[tuple[int, bytes]] = []
         self.route = 0
 
-    def _handle(self, head: list[object]) -> None:
+    def _handle(self, head: list[Any]) -> None:
         if head[0] != Header.DISPATCH:
             return
         arrived = time.perf_counter()
         _, dispatch_id, uid, route, *_ = head
-        assert isinstance(dispatch_id, int)
-        assert isinstance(uid, bytes)
-        assert isinstance(route, int)
         if self._answers:
             frames = messages.Final(dispatch_id, uid, _TOKEN, _REPLY).to_frames()
             self.held[uid] = time.perf_counter() - arrived
@@ -256,39 +253,47 @@ async def sequential(bench: Bench) -> list[Figure]:
     ]
 
 
+def _answers(clients: Sequence[Peer], kind: Header) -> asyncio.Queue[tuple[float, list[Any]]]:
+    """Return a queue of the messages of `kind` that the clients receive, with the time of each."""
+    queue: asyncio.Queue[tuple[float, list[Any]]] = asyncio.Queue()
+
+    def on_message(head: list[Any]) -> None:
+        if head[0] == kind:
+            queue.put_nowait((time.perf_counter(), head))
+
+    for client in clients:
+        client.on_message = on_message
+    return queue
+
+
+async def _closed_loop(
+    send: Callable[[int], object], answers: asyncio.Queue[Any], bench: Bench, *, count: int, window: int
+) -> tuple[float, float]:
+    """Send `count` messages, at most `window` of them unanswered. Return seconds and CPU seconds of the coordinator."""
+    before, begun = bench.cpu_seconds(), time.perf_counter()
+    for number in range(count):
+        if number >= window:
+            await answers.get()
+        send(number)
+    for _ in range(min(count, window)):
+        await answers.get()
+    return time.perf_counter() - begun, bench.cpu_seconds() - before
+
+
 async def throughput(bench: Bench) -> list[Figure]:
-    """Measure a closed loop, in which every client keeps WINDOW requests open."""
-    count, done = bench.requests, asyncio.Event()
-    submitted = answers = 0
-
-    def submit(client: Peer) -> None:
-        nonlocal submitted
-        client.submit(bench.prompt(submitted))
-        submitted += 1
-
-    def on_message(client: Peer, head: list[object]) -> None:
-        nonlocal answers
-        if head[0] != Header.FINAL:
-            return
-        answers += 1
-        if submitted < count:
-            submit(client)
-        elif answers == count:
-            done.set()
-
+    """Measure a closed loop of WINDOW requests per client."""
+    count = bench.requests
     async with bench.peers(bench.clients, bench.engines) as (clients, _):
-        for client in clients:
-            client.on_message = partial(on_message, client)
-        before, begun = bench.cpu_seconds(), time.perf_counter()
-        for number in range(min(count, WINDOW * len(clients))):
-            submit(clients[number % len(clients)])
-        await done.wait()
-        seconds = time.perf_counter() - begun
-        cpu = (bench.cpu_seconds() - before) / count * 1e6
+
+        def send(number: int) -> None:
+            clients[number % len(clients)].submit(bench.prompt(number))
+
+        answers = _answers(clients, Header.FINAL)
+        seconds, cpu = await _closed_loop(send, answers, bench, count=count, window=WINDOW * len(clients))
     what = f"requests, {len(bench.prompt(0)) // 4}-token prompts, {bench.clients} clients"
     return [
         Figure("requests_per_second", what, count / seconds, "1/s"),
-        Figure("cpu_us_per_request", "coordinator's CPU per request", cpu, "µs", "≤ 100"),
+        Figure("cpu_us_per_request", "coordinator's CPU per request", cpu / count * 1e6, "µs", "≤ 100"),
     ]
 
 
@@ -299,24 +304,18 @@ async def open_loop(bench: Bench) -> list[Figure]:
     """
     count = min(bench.requests, bench.rate * OPEN_LOOP_SECONDS)
     sent: dict[bytes, float] = {}
-    received: dict[object, float] = {}
-
-    def on_message(head: list[object]) -> None:
-        if head[0] == Header.FINAL:
-            received[head[2]] = time.perf_counter()
-
     async with bench.peers(bench.clients, bench.engines) as (clients, engines):
-        for client in clients:
-            client.on_message = on_message
+        answers = _answers(clients, Header.FINAL)
         begun = time.perf_counter()
         for number in range(count):
             due = begun + number / bench.rate
             while (now := time.perf_counter()) < due:  # noqa: ASYNC110 - it must not sleep
                 await asyncio.sleep(0)
             sent[clients[number % len(clients)].submit(bench.prompt(number))] = now
-        while len(received) < count:  # noqa: ASYNC110
+        while answers.qsize() < count:  # noqa: ASYNC110
             await asyncio.sleep(0)
     held = {uid: seconds for engine in engines for uid, seconds in engine.held.items()}
+    received = {head[2]: at for at, head in (answers.get_nowait() for _ in range(count))}
     latencies = [(received[uid] - begun - held[uid]) * 1000 for uid, begun in sent.items()]
     what = f"client to engine and back at {bench.rate:,} requests/s"
     return [
@@ -332,30 +331,8 @@ async def partials(bench: Bench) -> list[Figure]:
         uids = [client.submit(bench.prompt(number), streaming=True) for number in range(STREAMS)]
         while len(engine.open) < STREAMS:  # noqa: ASYNC110 - filled by a socket's callback
             await asyncio.sleep(0.01)
-        done = asyncio.Event()
-        sent = received = 0
-
-        def step() -> None:
-            nonlocal sent
-            engine.send_step(sent)
-            sent += 1
-
-        def on_message(head: list[object]) -> None:
-            nonlocal received
-            if head[0] != Header.PARTIAL:
-                return
-            received += 1
-            if sent < steps:
-                step()
-            elif received == steps:
-                done.set()
-
-        client.on_message = on_message
-        before, begun = bench.cpu_seconds(), time.perf_counter()
-        for _ in range(min(STEPS_AHEAD, steps)):
-            step()
-        await done.wait()
-        seconds, cpu = time.perf_counter() - begun, bench.cpu_seconds() - before
+        answers = _answers([client], Header.PARTIAL)
+        seconds, cpu = await _closed_loop(engine.send_step, answers, bench, count=steps, window=STEPS_AHEAD)
         for uid in uids:
             client.send(messages.Abort(uid).to_frames())
     what = f"coordinator's CPU per partial, {STREAMS} streams a message"
