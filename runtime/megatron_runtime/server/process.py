@@ -134,12 +134,11 @@ async def drain(service: Service, http: HttpServer) -> None:
     settings = service.settings
     logger.info("draining %d open requests for up to %g s", service.in_flight, settings.drain_seconds)
 
-    async def lingered() -> bool:
+    async def linger() -> None:
         await asyncio.sleep(settings.linger_seconds)
         await service.wait_idle()
-        return True
 
-    ends = [asyncio.create_task(service.expired.wait()), asyncio.create_task(lingered())]
+    ends: list[asyncio.Task[Any]] = [asyncio.create_task(service.expired.wait()), asyncio.create_task(linger())]
     await asyncio.wait(ends, timeout=settings.drain_seconds, return_when=asyncio.FIRST_COMPLETED)
     await cancel(*ends)
     service.expired.set()

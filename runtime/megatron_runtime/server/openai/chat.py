@@ -55,9 +55,6 @@ async def create_chat_completion(service: Service, request: Request) -> Response
         body,
         [Prompt(prompt, param="messages")],
         options,
-        id_prefix="chatcmpl",
-        object_type="chat.completion",
-        chunk_type="chat.completion.chunk",
         choice=lambda piece: choices[piece.index].whole(piece),
         chunks=lambda piece: choices[piece.index].chunks(piece),
     )

@@ -46,20 +46,9 @@ async def create_completion(service: Service, request: Request) -> Response:
         if body.logprobs is not None:
             log_probs = completion_log_probs(piece.log_probs, service.prompts.tokenizer)
         fields = {"index": piece.index, "text": piece.text, "logprobs": log_probs, "finish_reason": piece.finish_reason}
-        return {**fields, "token_ids": list(piece.token_ids)} if body.return_token_ids else fields
+        return {**fields, "token_ids": piece.token_ids} if body.return_token_ids else fields
 
-    return await respond(
-        service,
-        request,
-        body,
-        prompts,
-        options,
-        id_prefix="cmpl",
-        object_type="text_completion",
-        chunk_type="text_completion",
-        choice=choice,
-        chunks=lambda piece: (choice(piece),),
-    )
+    return await respond(service, request, body, prompts, options, choice=choice, chunks=lambda piece: (choice(piece),))
 
 
 async def _prompts(service: Service, body: CompletionRequest, characters: int) -> list[Prompt]:

@@ -41,15 +41,11 @@ async def respond(
     prompts: Sequence[Prompt],
     options: Options,
     *,
-    id_prefix: str,
-    object_type: str,
-    chunk_type: str,
     choice: Callable[[Piece], dict[str, Any]],
     chunks: Callable[[Piece], Iterable[dict[str, Any]]],
 ) -> Response:
     """Run the jobs of a request and return the answer, whole or as a stream of events.
 
-    object_type, chunk_type: `object` of a whole answer and of an event.
     choice: returns a choice of the whole answer, from its only piece.
     chunks: returns the choices of the events for one piece of a stream.
     Raises ApiError 400 for a prompt that is too long and for wrong sampling parameters, 429 if too many choices are
@@ -72,13 +68,14 @@ async def respond(
         cache_salt=tenant_salt("" if settings.share_prefix_cache else options.tenant, body.cache_salt),
     )
     generation = Generation(service, jobs, field_names)
-    base = {"id": f"{id_prefix}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
+    base = {"id": f"{body.answer_id}-{uuid.uuid4().hex}", "created": int(time.time()), "model": body.model}
     if body.stream:
-        events = _events({"object": chunk_type, **base}, generation, chunks, include_usage=body.include_usage)
+        events = _events({"object": body.chunk_object, **base}, generation, chunks, include_usage=body.include_usage)
         return EventStream(events, keep_alive_seconds=settings.keep_alive_seconds, expired=service.expired)
     pieces = await until_disconnect(request.receive, generation.collect(), expired=service.expired)
     usage = generation.usage
-    fields = {"object": object_type, **base, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
+    head = {"object": body.answer_object, **base}
+    fields = {**head, "system_fingerprint": usage.fingerprint, "usage": usage.as_json()}
     encoded = []
     for piece in pieces:
         encoded.append(to_json(choice(piece)))

@@ -7,7 +7,7 @@ Every list and map has a maximum length, and validation stops at its first wrong
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -136,7 +136,14 @@ class StructuredOutputs(Body):
 
 
 class GenerationRequest(Body):
-    """The common fields of completions and chat completions. A validator has access to the fields above its own."""
+    """The common fields of completions and chat completions. A validator has access to the fields above its own.
+
+    answer_id, answer_object, chunk_object: prefix of the answer's `id`, and `object` of a whole answer and of an event.
+    """
+
+    answer_id: ClassVar[str]
+    answer_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     model: Name
     max_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
@@ -225,6 +232,8 @@ class GenerationRequest(Body):
 
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions. With echo max_tokens may be 0, for the prompt and its log-probabilities alone."""
+
+    answer_id, answer_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     max_tokens: Annotated[StrictInt, Field(ge=0)] | None = None
     prompt: (
@@ -397,6 +406,8 @@ def _text_of_part(part: Any) -> str:
 
 class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
+
+    answer_id, answer_object, chunk_object = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: Annotated[StrictInt, Field(ge=1)] | None = None
