@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Generator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -82,31 +81,35 @@ class ServerMetrics:
         aborted = "Choices without an answer: disconnect, error or shutdown."
         self.aborted = Counter("megatron_requests_aborted", aborted, registry=own)
 
-    @contextmanager
-    def request(self, prompt_tokens: int, *, streams: bool, tenant: str = "") -> Generator[RequestObserver]:
-        """Observe one choice from submission to its end. A choice that ends without `finished` counts as aborted."""
-        observer = RequestObserver(self, prompt_tokens, streams=streams)
-        self.open_requests[tenant] += 1
-        try:
-            yield observer
-        finally:
-            self.open_requests[tenant] -= 1
-            if not self.open_requests[tenant]:
-                del self.open_requests[tenant]
-            observer.end()
-
 
 class RequestObserver:
-    """The progress of one choice."""
+    """A context manager that observes one choice, from submission to its end.
 
-    def __init__(self, metrics: ServerMetrics, prompt_tokens: int, *, streams: bool) -> None:
+    A choice that ends without a call of finished() counts as aborted.
+    """
+
+    def __init__(self, metrics: ServerMetrics, *, prompt_tokens: int, tenant: str, streams: bool) -> None:
         self._metrics = metrics
         self._prompt_tokens = prompt_tokens
+        self._tenant = tenant
         self._started = time.perf_counter()
         self._last: float | None = None
         self._gauge = metrics.waiting if streams else metrics.running
-        self._gauge.inc()
         self._is_finished = False
+
+    def __enter__(self) -> RequestObserver:
+        self._metrics.open_requests[self._tenant] += 1
+        self._gauge.inc()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        open_requests = self._metrics.open_requests
+        open_requests[self._tenant] -= 1
+        if not open_requests[self._tenant]:
+            del open_requests[self._tenant]
+        self._gauge.dec()
+        if not self._is_finished:
+            self._metrics.aborted.inc()
 
     def tokens(self, count: int, *, at: float) -> None:
         """Record `count` tokens that arrived together at time `at`, of perf_counter."""
@@ -137,9 +140,3 @@ class RequestObserver:
             metrics.times[key].observe(seconds)
         if {"prefill_seconds", "decode_seconds"} <= times.keys():
             metrics.inference.observe(times["prefill_seconds"] + times["decode_seconds"])
-
-    def end(self) -> None:
-        """Record the end of the choice."""
-        self._gauge.dec()
-        if not self._is_finished:
-            self._metrics.aborted.inc()

@@ -165,10 +165,15 @@ class Generation:
 
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
-        with self.service.metrics.request(len(job.prompt.tokens), streams=False, tenant=job.options.tenant) as observed:
+        with self._observed(job, streams=False) as observed:
             with _rejections(self.field_names):
-                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=job.options.tenant)
+                tenant = job.options.tenant
+                reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=tenant)
             return self._finished(job, choice, reply, observed)
+
+    def _observed(self, job: Job, *, streams: bool) -> RequestObserver:
+        prompt_tokens, tenant = len(job.prompt.tokens), job.options.tenant
+        return RequestObserver(self.service.metrics, prompt_tokens=prompt_tokens, tenant=tenant, streams=streams)
 
     async def stream(self) -> AsyncGenerator[Piece]:
         """Yield pieces as they come, choices interleaved. When it is closed early, it aborts the open choices."""
@@ -205,10 +210,9 @@ class Generation:
             await merged.put(error)
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
-        choice = Choice(job, self.service.prompts.tokenizer)
-        observing = self.service.metrics.request(len(job.prompt.tokens), streams=True, tenant=job.options.tenant)
-        with observing as observed, _rejections(self.field_names):
-            stream = self.service.client.add_request_streaming(job.prompt.tokens, job.params, tenant=job.options.tenant)
+        choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
+        with self._observed(job, streams=True) as observed, _rejections(self.field_names):
+            stream = client.add_request_streaming(job.prompt.tokens, job.params, tenant=job.options.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
                     yield echo
