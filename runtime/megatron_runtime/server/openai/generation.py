@@ -166,7 +166,7 @@ class Generation:
     async def _collect_one(self, job: Job) -> Piece:
         choice = Choice(job, self.service.prompts.tokenizer)
         with self._observed(job, streams=False) as observed:
-            with _rejections(self.field_names):
+            with _rejections():
                 tenant = job.options.tenant
                 reply = await self.service.client.add_request(job.prompt.tokens, job.params, tenant=tenant)
             return self._finished(job, choice, reply, observed)
@@ -211,7 +211,7 @@ class Generation:
 
     async def _stream_one(self, job: Job) -> AsyncGenerator[Piece]:
         choice, client = Choice(job, self.service.prompts.tokenizer), self.service.client
-        with self._observed(job, streams=True) as observed, _rejections(self.field_names):
+        with self._observed(job, streams=True) as observed, _rejections():
             stream = client.add_request_streaming(job.prompt.tokens, job.params, tenant=job.options.tenant)
             async with aclosing(stream):
                 if (echo := choice.begin()) is not None:
@@ -239,7 +239,7 @@ class Generation:
 
 
 @contextmanager
-def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
+def _rejections() -> Generator[None]:
     """Raise rejections of the InferenceClient as ApiError."""
     try:
         yield
@@ -250,7 +250,7 @@ def _rejections(field_names: Mapping[str, str]) -> Generator[None]:
         elif isinstance(error, EngineFailedError):
             logger.error("engine_failed: %s", error)
             details |= {"type": "engine_failed", "is_transient": False}
-        raise from_reply_error(details, field_names=field_names) from error
+        raise from_reply_error(details, field_names={}) from error
 
 
 async def _start(tasks: list[asyncio.Task[_T]], works: Iterable[Coroutine[Any, Any, _T]]) -> None:
