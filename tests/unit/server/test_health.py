@@ -94,7 +94,7 @@ async def test_a_port_in_use_names_the_flag_to_change(probed: Probed) -> None:
         await second.start()
 
 
-async def test_connections_are_limited_and_a_client_that_does_not_read_holds_none(
+async def test_connections_are_limited_and_a_client_that_does_not_read_is_disconnected(
     probed: Probed, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_runtime.process.health.MAX_CONNECTIONS", 2)

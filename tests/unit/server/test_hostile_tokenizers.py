@@ -1,6 +1,6 @@
 """Tokenizers of hostile models: a tokenizer.json, its companions, the metadata of a GGUF file, chat templates.
 
-Whatever is in them, the process that loads them stays, and a file that cannot be used is named in a TokenizerLoadError.
+No content ends the process that loads them. A file that cannot be used is named in a TokenizerLoadError.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The lower bound of a text's tokens holds for every vocabulary, and is near enough to reject megabytes."""
+"""The lower bound of a text's tokens holds for every vocabulary, and is tight enough to reject megabytes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ TEXTS = st.lists(
 
 
 @pytest.mark.parametrize("name", VOCABULARIES)
-def test_no_text_has_fewer_tokens_than_the_bound_says(name: str) -> None:
+def test_no_text_has_fewer_tokens_than_the_bound(name: str) -> None:
     backend = VOCABULARIES[name]()
     bound = TokenBound.of(backend)
 

@@ -125,7 +125,7 @@ def test_a_character_is_never_split_between_two_parts(tokenizer: Tokenizer) -> N
     assert "".join(pieces) + detokenizer.finish() == MULTI_BYTE
 
 
-def test_an_incomplete_character_is_given_out_at_the_end(tokenizer: Tokenizer) -> None:
+def test_an_incomplete_character_is_returned_at_the_end(tokenizer: Tokenizer) -> None:
     detokenizer = tokenizer.detokenizer()
     assert detokenizer.feed(tokenizer.encode("🦙")[:1]) == ""
     assert detokenizer.finish() == "\N{REPLACEMENT CHARACTER}"
@@ -162,9 +162,9 @@ def test_chat_template_errors_name_the_cause(tokenizer: Tokenizer) -> None:
         tokenizer.render_chat([{"role": "user", "content": None}])
     with pytest.raises(ChatTemplateError, match="'messages' is set by the request"):
         tokenizer.render_chat([], variables={"messages": []})
-    refusing = ChatTemplate("{{ raise_exception('roles must alternate') }}", special={})
+    failing = ChatTemplate("{{ raise_exception('roles must alternate') }}", special={})
     with pytest.raises(ChatTemplateError, match="roles must alternate"):
-        refusing.render([])
+        failing.render([])
     with pytest.raises(ChatTemplateError, match="not valid Jinja, line 1"):
         ChatTemplate("{% if %}", special={})
 

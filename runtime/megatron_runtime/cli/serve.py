@@ -15,17 +15,15 @@ import click
 
 from megatron_runtime.cli.options import (
     COUNT,
+    MEMORY,
     PORT,
     ROUTING_POLICIES,
     SECONDS,
-    ApiKeysFile,
-    Memory,
-    allow_priority,
     batch_invariant,
     model,
     readable_errors,
-    share_prefix_cache,
-    tool_call_parser,
+    sequence_length,
+    server_options,
 )
 from megatron_runtime.cli.processes import Child, ChildFailedError, Supervisor, free_ports
 from megatron_runtime.server.settings import LOOPBACK_HOSTS, default_model_name, is_loopback, listen
@@ -44,20 +42,17 @@ _CONNECT_SECONDS = 60.0
 @click.option("--engines", type=click.IntRange(1, 64), default=1, help="Data-parallel engines.")
 @click.option("--executor", type=click.Choice(["torch", "echo"]), default="torch")
 @click.option("--dtype", type=click.Choice(["auto", "float32", "bfloat16", "int8", "int4"]), default="auto")
-@click.option("--max-sequence-length", type=COUNT, help="Tokens of prompt and answer together.")
+@sequence_length
 @click.option("--max-requests", type=COUNT, default=64, help="At once, per engine.")
 @click.option("--max-tokens", type=COUNT, default=2048, help="Of one step.")
-@click.option("--kv-cache-memory", type=Memory(), default="1Gi", help="Of each engine.")
+@click.option("--kv-cache-memory", type=MEMORY, default="1Gi", help="Of each engine.")
 @batch_invariant
 @click.option("--prefix-caching/--no-prefix-caching", default=True, help="Keep computed prefixes.")
 @click.option(
-    "--routing-policy",
-    type=click.Choice(ROUTING_POLICIES),
-    default="LoadBalanced",
-    help="How requests are spread over several engines.",
+    "--routing-policy", type=ROUTING_POLICIES, default="LoadBalanced", help="Distribution of requests to engines."
 )
-@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share.")
-@click.option("--api-keys-file", type=ApiKeysFile(), help="One key a line; absent: open to all.")
+@click.option("--threads", type=COUNT, help="Torch threads of each engine; by default its share of the CPUs.")
+@server_options
 @click.option(
     "--allowed-host",
     "allowed_hosts",
@@ -65,17 +60,14 @@ _CONNECT_SECONDS = 60.0
     help="A further name of this server in requests (Host header); repeatable. On loopback, requests for any other "
     "name than localhost get a 403.",
 )
-@share_prefix_cache
-@allow_priority
-@tool_call_parser
 @click.option("--drain-seconds", type=SECONDS, default=5, help="After Ctrl-C.")
 @click.option("-v", "--verbose", is_flag=True, help="Show what each process logs.")
 @readable_errors
-def command(**options: Any) -> None:
-    """Run everything on this machine and say when it is ready."""
+def serve(**options: Any) -> None:
+    """Run everything on this machine, and report when it is ready."""
     options["model_name"] = options["model_name"] or default_model_name(options["model"])
     if is_loopback(options["host"]) or options["allowed_hosts"]:
-        # Host headers that are accepted: on loopback, a web page must not reach the server under another name.
+        # On loopback, a web page must not reach the server under another name (DNS rebinding).
         options["allowed_hosts"] = (*LOOPBACK_HOSTS, *options["allowed_hosts"])
     options["threads"] = options["threads"] or max(1, len(os.sched_getaffinity(0)) // options["engines"])
     try:
@@ -115,7 +107,7 @@ async def _serve(options: SimpleNamespace) -> None:
             ready = _until_ready(options, url=url, coordinator=f"tcp://{_LOOPBACK}:{client_port}", say=say)
             if await _unless(stop, supervisor.failed, ready):
                 supervisor.are_ready = True
-                _tell_how_to_use(options, url=url, seconds=time.monotonic() - started)
+                _print_usage(options, url=url, seconds=time.monotonic() - started)
                 await _unless(stop, supervisor.failed, asyncio.Event().wait())
             say(None, "stopping (Ctrl-C again to end at once)")
         finally:
@@ -126,7 +118,7 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     client_port, engine_port, admin_port = ports
 
     def arguments(*names: str, **others: Any) -> list[str]:
-        """Options by their names on the command line, with the values given to `serve` or these others."""
+        """Return command line options: `names` with their values of `serve`, and `others`."""
         found: list[str] = []
         values = {**{name: getattr(options, name) for name in names}, **others}
         for name, value in {"log_level": "info" if options.verbose else "warning", **values}.items():
@@ -167,8 +159,8 @@ def _children(options: SimpleNamespace, *, ports: Sequence[int], listener: socke
     ]
 
 
-async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, say: Any) -> bool:
-    """Wait until every engine serves and the server reaches the coordinator; name each as it gets there."""
+async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, say: Any) -> None:
+    """Wait until every engine serves and the server is connected to the coordinator; report each engine."""
     import httpx
 
     from megatron_runtime.client.inference_client import InferenceClient
@@ -187,14 +179,13 @@ async def _until_ready(options: SimpleNamespace, *, url: str, coordinator: str, 
     finally:
         client.stop()
     async with httpx.AsyncClient(trust_env=False, timeout=None) as http:
-        # The socket listens already: the first answer comes when the server process is up.
+        # The socket listens already. The first answer arrives when the server process has started.
         while (await http.get(f"{url}/readyz")).status_code != 200:  # noqa: ASYNC110 - another process's state
             await asyncio.sleep(_POLL_SECONDS)
-    return True
 
 
 async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) -> bool:
-    """Return whether `work` ended before `stop` was set. Raises what `failed` or `work` raised."""
+    """Return whether `work` ended before `stop` was set. Raises the exception of `failed` or `work`."""
     task = asyncio.ensure_future(work)
     stopping = asyncio.create_task(stop.wait())
     try:
@@ -210,7 +201,7 @@ async def _unless(stop: asyncio.Event, failed: asyncio.Future[None], work: Any) 
         await asyncio.gather(task, stopping, return_exceptions=True)
 
 
-def _tell_how_to_use(options: SimpleNamespace, *, url: str, seconds: float) -> None:
+def _print_usage(options: SimpleNamespace, *, url: str, seconds: float) -> None:
     name = options.model_name
     key = "" if options.api_keys_file is None else " -H 'Authorization: Bearer KEY'"
     body = f'{{"model": "{name}", "messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
