@@ -23,7 +23,6 @@ from megatron_runtime.protocol.codec import (
     UnpackLimits,
     header_of,
     pack,
-    shown,
     unpack,
     unpack_request,
 )
@@ -37,6 +36,7 @@ from megatron_runtime.protocol.codec import tokens_from_bytes as tokens_from_byt
 from megatron_runtime.protocol.codec import tokens_to_bytes as tokens_to_bytes
 from megatron_runtime.protocol.headers import CONTROLS, PROTOCOL_VERSION, ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
+from megatron_runtime.protocol.text import shown
 
 # --- control messages -------------------------------------------------------------------------------------------------
 
@@ -307,6 +307,8 @@ class Disconnect(ControlMessage):
 
 _SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
 _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
+_TOKEN, _HASH = 4, 8
+"""Bytes of a token id (int32) and of a block hash (int64)."""
 
 
 class RequestMeta(NamedTuple):
@@ -347,10 +349,8 @@ class RequestMeta(NamedTuple):
                 and type(seed) is type(priority) is int
                 and 0 <= seed < 1 << 64
                 and (deadline is None or type(deadline) is int)
-                and type(salt) is str
+                and type(salt) is type(engine) is type(tenant) is str
                 and len(salt) <= limits.MAX_SALT_CHARACTERS
-                and type(engine) is str
-                and type(tenant) is str
                 and len(tenant) <= limits.MAX_TENANT_CHARACTERS
             ):
                 return cls(streaming, seed, deadline, text, priority, salt, engine, tenant)
@@ -472,49 +472,39 @@ def _u64(name: str, value: Any) -> int:
     return value
 
 
-def _body(name: str, value: Any) -> bytes:
+def _body(name: str, value: Any, size: int = 1) -> bytes:
+    """Return bytes whose number is a multiple of `size`."""
     if type(value) is not bytes:
         raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
-    return value
-
-
-def _tokens(name: str, value: Any) -> bytes:
-    if type(value) is not bytes or len(value) % 4:
-        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
+    if len(value) % size:
+        raise MalformedMessageError(f"{name} of {len(value)} bytes: want a multiple of {size}")
     return value
 
 
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
-    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
-    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
+    prompt = _body("prompt", items[3], 1 if meta.text else _TOKEN)
+    return Submit(_uid(items[1]), meta, prompt, _body("generated", items[4], _TOKEN), _body("params", items[5]))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
-    return Dispatch(
-        _u64("dispatch id", items[1]),
-        _uid(items[2]),
-        _u64("route", items[3]),
-        RequestMeta.from_list(items[4]),
-        _tokens("prompt", items[5]),
-        _tokens("generated", items[6]),
-        _body("params", items[7]),
-    )
+    _, number, uid, route, meta, prompt, generated, params = items[:8]
+    bodies = _body("prompt", prompt, _TOKEN), _body("generated", generated, _TOKEN), _body("params", params)
+    return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
 
 
 def _decode_partial(items: list[Any]) -> Partial:
-    index, tokens = _body("index", items[2]), _body("tokens", items[3])
-    if len(index) % _ENTRY.size:
-        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
-    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
-    total = sum([entry[3] for entry in entries])
-    if len(tokens) != 4 * total:
-        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {4 * total}")
+    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(_body("PARTIAL index", items[2], _ENTRY.size))))
+    tokens = _body("tokens", items[3])
+    total = _TOKEN * sum([entry[3] for entry in entries])
+    if len(tokens) != total:
+        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {total}")
     return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]))
 
 
 def _decode_final(items: list[Any]) -> Final:
-    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
+    _, number, uid, tokens, reply = items[:5]
+    return Final(_u64("dispatch id", number), _uid(uid), _body("tokens", tokens, _TOKEN), _body("reply", reply))
 
 
 def _decode_abort(items: list[Any]) -> Abort:
@@ -522,11 +512,9 @@ def _decode_abort(items: list[Any]) -> Abort:
 
 
 def _decode_evicted(items: list[Any]) -> EvictedBlocks:
-    fields, hashes = items[1], _body("hashes", items[2])
+    fields, hashes = items[1], _body("EVICTED_BLOCKS hashes", items[2], _HASH)
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
         raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
-    if len(hashes) % 8:
-        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
     return EvictedBlocks(hashes, fields.get("cleared", False))
 
 
@@ -543,19 +531,17 @@ class Plain:
 RequestMessage: TypeAlias = Submit | Dispatch | Partial | Final | Abort | EvictedBlocks
 Message: TypeAlias = ControlMessage | RequestMessage | Plain
 
-_REQUEST_PATH: dict[int, tuple[int, str, Callable[[list[Any]], RequestMessage]]] = {
-    int(Header.SUBMIT): (6, "SUBMIT: want [114, uid, meta, prompt, generated, params]", _decode_submit),
-    int(Header.DISPATCH): (
-        8,
-        "DISPATCH: want [111, dispatch_id, uid, route, meta, prompt, generated, params]",
-        _decode_dispatch,
-    ),
-    int(Header.PARTIAL): (5, "PARTIAL: want [112, route, index, tokens, extras]", _decode_partial),
-    int(Header.FINAL): (5, "FINAL: want [113, dispatch_id, uid, tokens, reply]", _decode_final),
-    int(Header.ABORT_REQUEST): (2, "ABORT_REQUEST: want [23, id]", _decode_abort),
-    int(Header.EVICTED_BLOCKS): (3, "EVICTED_BLOCKS: want [108, {cleared}, hashes]", _decode_evicted),
+_REQUEST_PATH: dict[int, tuple[str, Callable[[list[Any]], RequestMessage]]] = {
+    int(Header.SUBMIT): ("uid, meta, prompt, generated, params", _decode_submit),
+    int(Header.DISPATCH): ("dispatch_id, uid, route, meta, prompt, generated, params", _decode_dispatch),
+    int(Header.PARTIAL): ("route, index, tokens, extras", _decode_partial),
+    int(Header.FINAL): ("dispatch_id, uid, tokens, reply", _decode_final),
+    int(Header.ABORT_REQUEST): ("id", _decode_abort),
+    int(Header.EVICTED_BLOCKS): ("{cleared}, hashes", _decode_evicted),
 }
-"""By header: the fewest elements, the error for fewer, and the function that reads them."""
+"""By header: the elements that follow it, and the function that reads them. More elements are ignored."""
+_FEWEST = {header: fields.count(",") + 2 for header, (fields, _) in _REQUEST_PATH.items()}
+"""By header: the number of elements with the header."""
 
 _CONTROL: dict[int, type[ControlMessage]] = {
     **{int(verb): Control for verb in CONTROLS},
@@ -589,10 +575,9 @@ def decode(frames: Sequence[bytes], *, plain: UnpackLimits = CONTROL) -> Message
     number = items[0]
     found = _REQUEST_PATH.get(number)
     if found is not None:
-        fewest, expected, read = found
-        if len(items) < fewest:
-            raise MalformedMessageError(expected)
-        return read(items)
+        if len(items) < _FEWEST[number]:
+            raise MalformedMessageError(f"{Header(number).name}: want [{number}, {found[0]}]")
+        return found[1](items)
     kind = _CONTROL.get(number)
     if kind is not None:
         return _decode_control(kind, number, items)

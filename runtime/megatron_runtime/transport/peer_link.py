@@ -78,7 +78,7 @@ class PeerLink:
     """Keeps one DEALER registered with the coordinator at `address`, across restarts of either.
 
     hello:        creates the HELLO to send now, for an incarnation.
-    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost what was sent before.
+    on_ack:       called with each HELLO_ACK, and whether the coordinator may have lost earlier messages.
     on_message:   called with every other message, including ERROR and HEARTBEAT.
     heartbeat:    creates the HEARTBEAT to send now, for an incarnation; None: the peer sends none.
     on_lost:      called with the reason when a registration ends other than by close().
@@ -96,7 +96,7 @@ class PeerLink:
         keys: PeerKeys | None,
         hello: Callable[[int], Hello],
         on_ack: Callable[[HelloAck, bool], None],
-        on_message: Callable[[Message], None],
+        on_message: Callable[[Message], object],
         heartbeat: Callable[[int], Heartbeat] | None = lambda incarnation: Heartbeat(incarnation=incarnation),
         on_lost: Callable[[str], None] = lambda reason: None,
         on_malformed: Callable[[MalformedMessageError], None] = _log_malformed,
@@ -109,7 +109,6 @@ class PeerLink:
         self.registered = False
         self.max_message_bytes = limits.MAX_CLIENT_MESSAGE_BYTES
         """From the last HELLO_ACK."""
-        self.rejected_frames = 0
         self.coordinator_incarnation = 0
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._keys = keys
@@ -321,7 +320,6 @@ class PeerLink:
         try:
             message = decode(frames)
         except MalformedMessageError as error:
-            self.rejected_frames += 1
             self._on_malformed(error)
             return
         match message:

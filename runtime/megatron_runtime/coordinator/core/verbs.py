@@ -1,6 +1,6 @@
 """Control messages in two phases: signal every engine, collect acknowledgements, commit. One operation at a time.
 
-Where each message is legal and what it does stands in protocol/lifecycle.py.
+protocol/lifecycle.py says in which states each message is legal and what it does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.core.context import Context
 from megatron_runtime.coordinator.core.records import Client, Engine
-from megatron_runtime.coordinator.core.registries import ClientRegistry, EngineRegistry
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
@@ -47,7 +46,7 @@ REQUIRED_FIELDS: dict[Header, tuple[str, ...]] = {
     Header.UPDATE_WEIGHTS: ("epoch", "source"),
 }
 
-_RUNNING = CoordinatorState.RUNNING  # see registries.py
+_RUNNING = CoordinatorState.RUNNING  # see context.py
 
 
 class Evict(NamedTuple):
@@ -75,7 +74,7 @@ class PendingOperation:
 
     clients: clients that get the answer; a second sender of the same id joins.
     waiting: engines that have not answered.
-    failed:  engines that did not carry it out and serve on all the same; the operation has then failed.
+    failed:  engines that did not carry it out and keep serving; the operation has then failed.
     """
 
     control: Control
@@ -114,17 +113,8 @@ class Verbs:
     consequences: what the other parts of the coordinator have to do, in order.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        engines: EngineRegistry,
-        clients: ClientRegistry,
-        *,
-        incarnation: int,
-        heartbeat_seconds: float,
-        state: CoordinatorState,
-    ) -> None:
-        self.state = state
+    def __init__(self, context: Context) -> None:
+        self.state = CoordinatorState.RECOVERING if context.settings.timing.recovery > 0 else _RUNNING
         self.epoch = 0
         self.fence = 0
         self.source: str | None = None
@@ -133,10 +123,7 @@ class Verbs:
         self.settled = False
         self.consequences: deque[Consequence] = deque()
         self._context = context
-        self._engines = engines
-        self._clients = clients
-        self._incarnation = incarnation
-        self._heartbeat_seconds = heartbeat_seconds
+        self._engines = context.engines
         self._source_revisions: set[str] = set()
         self._ended: OrderedDict[str, tuple[Control, ControlAck]] = OrderedDict()
         self._deferred: deque[tuple[Control, Client]] = deque()
@@ -203,11 +190,11 @@ class Verbs:
         """Send an engine the state to be in."""
         engine.welcomed = self._context.now
         ack = HelloAck(
-            incarnation=self._incarnation,
+            incarnation=self._context.incarnation,
             state=self.target_state,
             epoch=self.epoch,
             fence=self.fence,
-            heartbeat_seconds=self._heartbeat_seconds,
+            heartbeat_seconds=self._context.settings.timing.heartbeat,
             max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
             source=self.source_for(engine),
         )
@@ -225,7 +212,7 @@ class Verbs:
             self._answer(client, self._ended[operation_id][1], control)
             return
         if self.current is not None and client.plain and len(self._deferred) < MAX_DEFERRED:
-            # It gets no answer, so it can neither wait for the end nor try again.
+            # A plain client gets no answer, so it can neither wait for the end nor send the message again.
             self._deferred.append((control, client))
             return
         rejection = self._rejection(control)
@@ -281,9 +268,9 @@ class Verbs:
                 logger.warning("%s of a plain client rejected: %s", control.kind.name, ack.error)
         elif not ack.ok and control.operation_id is None:
             code = ErrorCode(ack.code) if ack.code is not None else ErrorCode.ENGINE_FAILED
-            self._clients.send(client, Error(code=code, message=ack.error or "failed").to_frames())
+            self._context.answer(client, Error(code=code, message=ack.error or "failed").to_frames())
         else:
-            self._clients.send(client, ack.to_frames())
+            self._context.answer(client, ack.to_frames())
 
     # --- the two phases -----------------------------------------------------------------------------------------
 
@@ -309,7 +296,7 @@ class Verbs:
             elif control.kind is Header.UPDATE_WEIGHTS:
                 self._fail_engine(operation, engine, "a plain engine cannot update its weights")
             else:
-                # It acknowledges nothing: what was sent counts as done.
+                # A plain engine acknowledges nothing: the signal counts as carried out.
                 self._context.send(engine.peer, _plain_signal(control))
                 self._succeed(operation, engine, ranks=engine.ranks)
         if not self.check_drained():
