@@ -307,8 +307,6 @@ class Disconnect(ControlMessage):
 
 _SUBMIT, _DISPATCH = int(Header.SUBMIT), int(Header.DISPATCH)
 _PARTIAL, _FINAL = int(Header.PARTIAL), int(Header.FINAL)
-_TOKEN, _HASH = 4, 8
-"""Bytes of a token id (int32) and of a block hash (int64)."""
 
 
 class RequestMeta(NamedTuple):
@@ -472,39 +470,43 @@ def _u64(name: str, value: Any) -> int:
     return value
 
 
-def _body(name: str, value: Any, size: int = 1) -> bytes:
-    """Return bytes whose number is a multiple of `size`."""
+def _body(name: str, value: Any) -> bytes:
     if type(value) is not bytes:
         raise MalformedMessageError(f"{name} is {type(value).__name__}: want bytes")
-    if len(value) % size:
-        raise MalformedMessageError(f"{name} of {len(value)} bytes: want a multiple of {size}")
+    return value
+
+
+def _tokens(name: str, value: Any) -> bytes:
+    if type(value) is not bytes or len(value) % 4:
+        raise MalformedMessageError(f"{name} {shown(value)}: want bytes, a multiple of 4 of them (int32)")
     return value
 
 
 def _decode_submit(items: list[Any]) -> Submit:
     meta = RequestMeta.from_list(items[2])
-    prompt = _body("prompt", items[3], 1 if meta.text else _TOKEN)
-    return Submit(_uid(items[1]), meta, prompt, _body("generated", items[4], _TOKEN), _body("params", items[5]))
+    prompt = _body("prompt", items[3]) if meta.text else _tokens("prompt", items[3])
+    return Submit(_uid(items[1]), meta, prompt, _tokens("generated", items[4]), _body("params", items[5]))
 
 
 def _decode_dispatch(items: list[Any]) -> Dispatch:
     _, number, uid, route, meta, prompt, generated, params = items[:8]
-    bodies = _body("prompt", prompt, _TOKEN), _body("generated", generated, _TOKEN), _body("params", params)
+    bodies = _tokens("prompt", prompt), _tokens("generated", generated), _body("params", params)
     return Dispatch(_u64("dispatch id", number), _uid(uid), _u64("route", route), RequestMeta.from_list(meta), *bodies)
 
 
 def _decode_partial(items: list[Any]) -> Partial:
-    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(_body("PARTIAL index", items[2], _ENTRY.size))))
-    tokens = _body("tokens", items[3])
-    total = _TOKEN * sum([entry[3] for entry in entries])
-    if len(tokens) != total:
-        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {total}")
+    index, tokens = _body("index", items[2]), _body("tokens", items[3])
+    if len(index) % _ENTRY.size:
+        raise MalformedMessageError(f"PARTIAL index of {len(index)} bytes: want a multiple of {_ENTRY.size}")
+    entries = list(map(PartialEntry._make, _ENTRY.iter_unpack(index)))
+    total = sum([entry[3] for entry in entries])
+    if len(tokens) != 4 * total:
+        raise MalformedMessageError(f"PARTIAL carries {len(tokens)} token bytes: its index says {4 * total}")
     return Partial(_u64("route", items[1]), entries, tokens, _body("extras", items[4]))
 
 
 def _decode_final(items: list[Any]) -> Final:
-    _, number, uid, tokens, reply = items[:5]
-    return Final(_u64("dispatch id", number), _uid(uid), _body("tokens", tokens, _TOKEN), _body("reply", reply))
+    return Final(_u64("dispatch id", items[1]), _uid(items[2]), _tokens("tokens", items[3]), _body("reply", items[4]))
 
 
 def _decode_abort(items: list[Any]) -> Abort:
@@ -512,9 +514,11 @@ def _decode_abort(items: list[Any]) -> Abort:
 
 
 def _decode_evicted(items: list[Any]) -> EvictedBlocks:
-    fields, hashes = items[1], _body("EVICTED_BLOCKS hashes", items[2], _HASH)
+    fields, hashes = items[1], _body("hashes", items[2])
     if type(fields) is not dict or type(fields.get("cleared", False)) is not bool:
         raise MalformedMessageError("EVICTED_BLOCKS: want [108, {cleared}, hashes]")
+    if len(hashes) % 8:
+        raise MalformedMessageError(f"EVICTED_BLOCKS of {len(hashes)} bytes: want a multiple of 8 (int64)")
     return EvictedBlocks(hashes, fields.get("cleared", False))
 
 
