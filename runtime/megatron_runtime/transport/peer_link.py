@@ -299,10 +299,10 @@ class PeerLink:
             self.say_hello()
 
     def _patience(self) -> float:
-        silence = SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
-        if self.registered or self._keys is None or not self._keys.other_server_publics:
-            return silence
-        return silence if self._other_key_seconds is None else self._other_key_seconds
+        tries_keys = not self.registered and self._keys is not None and self._keys.other_server_publics
+        if tries_keys and self._other_key_seconds is not None:
+            return self._other_key_seconds
+        return SILENCE_SECONDS if self._silence_seconds is None else self._silence_seconds
 
     def _own_key_changed(self) -> bool:
         """Whether the key file has a new key. It is used while the old one is still accepted: no connection is cut."""
@@ -334,13 +334,12 @@ class PeerLink:
             case Heartbeat(incarnation=incarnation) if self.registered and incarnation != self.coordinator_incarnation:
                 self._lose("the coordinator was restarted")
                 self.say_hello()
-            case _ if self._is_first_answer() and not isinstance(message, Error | Heartbeat):
+            case Error() | Heartbeat():
+                self._on_message(message)
+            case _ if not self.registered and self.coordinator_incarnation == 0:
                 self._reject(f"answered HELLO with {type(message).__name__}: it is no coordinator of this protocol")
             case _:
                 self._on_message(message)
-
-    def _is_first_answer(self) -> bool:
-        return self.coordinator_incarnation == 0 and not self.registered
 
     def _register(self, ack: HelloAck) -> None:
         forgotten = self._lost or self.coordinator_incarnation not in (0, ack.incarnation)

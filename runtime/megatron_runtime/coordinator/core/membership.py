@@ -184,7 +184,7 @@ class Membership:
         elif peer[0] not in (SHARED_PORT, hello.role):
             message = f"HELLO of a {hello.role.name} on the {Role(peer[0]).name} port"
             self._context.reject(peer, ErrorCode.WRONG_ROLE, message)
-        elif not self._may_change(peer, hello):
+        elif self._role_of(peer) not in (None, hello.role):
             message = f"this connection is registered in another role than {hello.role.name}: open a new one"
             self._context.reject(peer, ErrorCode.WRONG_ROLE, message)
         elif hello.role is Role.ENGINE:
@@ -192,11 +192,9 @@ class Membership:
         else:
             self._hello_client(peer, hello)
 
-    def _may_change(self, peer: PeerId, hello: Hello) -> bool:
+    def _role_of(self, peer: PeerId) -> Role | None:
         client = self._clients.at(peer)
-        if hello.role is Role.ENGINE:
-            return client is None
-        return self._engines.at(peer) is None and (client is None or client.role is hello.role)
+        return client.role if client is not None else Role.ENGINE if self._engines.at(peer) is not None else None
 
     def _hello_engine(self, peer: PeerId, hello: Hello) -> None:
         engine = self._engines.named(hello.name)

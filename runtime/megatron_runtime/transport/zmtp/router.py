@@ -187,10 +187,6 @@ class Router:
         self._connections[peer] = connection
         return peer
 
-    def failed(self, frames: Frames) -> None:
-        self.handler_errors += 1
-        logger.exception("handler failed on a message of %d frames; the message is dropped", len(frames))
-
     def flush_soon(self, connection: Connection) -> None:
         if not self._unsent:
             self._loop.call_soon(self.flush)
