@@ -19,7 +19,6 @@ from megatron_runtime.protocol.messages import (
     Frames,
     Heartbeat,
     Hello,
-    HelloAck,
     KeyReport,
     pack,
 )
@@ -263,15 +262,7 @@ class Membership:
             self._clients.move(client, peer, incarnation=hello.incarnation, key=key)
         client.heard = self._context.now
         client.model = hello.model
-        ack = HelloAck(
-            incarnation=self._context.incarnation,
-            state=self._verbs.state,
-            epoch=self._verbs.epoch,
-            fence=self._verbs.fence,
-            route=client.route,
-            heartbeat_seconds=self._timing.heartbeat,
-        )
-        self._context.send(peer, ack.to_frames())
+        self._verbs.acknowledge_hello(peer, state=self._verbs.state, route=client.route)
         if client.blocked:
             self.catch_up(client)
 

@@ -9,10 +9,10 @@ import logging
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from megatron_runtime.coordinator.core.context import Context
-from megatron_runtime.coordinator.core.records import Client, Engine
+from megatron_runtime.coordinator.core.records import Client, Engine, PeerId
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import PROFILER, SIGNALS, ErrorCode, Header
 from megatron_runtime.protocol.lifecycle import LEGAL_SIGNALS, STEADY_ENGINE_STATES, TRANSITIONS, CoordinatorState
@@ -88,19 +88,15 @@ class PendingOperation:
     failed: list[str] = field(default_factory=list)
     total_ranks: int = 0
 
-    def answer(
-        self, *, ok: bool, state: CoordinatorState, code: ErrorCode | None = None, error: str | None = None
-    ) -> ControlAck:
+    def answer(self, **fields: Any) -> ControlAck:
+        """Return CONTROL_ACK with the outcomes so far and these fields: ok, state, code, error, fence."""
         return ControlAck(
             operation_id=self.operation_id,
-            ok=ok,
-            state=state,
             ranks=sum(outcome.ranks for outcome in self.outcomes.values() if outcome.ok),
             total_ranks=self.total_ranks,
             engines=self.outcomes,
             evicted=self.evicted,
-            code=int(code) if code is not None else None,
-            error=error,
+            **fields,
         )
 
 
@@ -187,18 +183,21 @@ class Verbs:
         return self.source if engine.revision in self._source_revisions else None
 
     def welcome(self, engine: Engine) -> None:
-        """Send an engine the state to be in."""
+        """Send an engine the state, epoch and weights that it has to enter."""
         engine.welcomed = self._context.now
+        size, source = limits.MAX_ENGINE_MESSAGE_BYTES, self.source_for(engine)
+        self.acknowledge_hello(engine.peer, state=self.target_state, max_message_bytes=size, source=source)
+
+    def acknowledge_hello(self, peer: PeerId, **fields: Any) -> None:
+        """Send HELLO_ACK with these fields and those that are the same for all peers."""
         ack = HelloAck(
             incarnation=self._context.incarnation,
-            state=self.target_state,
             epoch=self.epoch,
             fence=self.fence,
             heartbeat_seconds=self._context.settings.timing.heartbeat,
-            max_message_bytes=limits.MAX_ENGINE_MESSAGE_BYTES,
-            source=self.source_for(engine),
+            **fields,
         )
-        self._context.send(engine.peer, ack.to_frames())
+        self._context.send(peer, ack.to_frames())
 
     # --- a control message arrives ------------------------------------------------------------------------------
 
@@ -215,23 +214,21 @@ class Verbs:
             # A plain client gets no answer, so it can neither wait for the end nor send the message again.
             self._deferred.append((control, client))
             return
+        operation = PendingOperation(control, operation_id, [client])
         rejection = self._rejection(control)
         if rejection is not None:
             code, message = rejection
             fence = self.fence if code is ErrorCode.STALE_FENCE else None
-            ack = ControlAck(
-                operation_id=operation_id, ok=False, state=self.state, code=int(code), error=message, fence=fence
-            )
+            ack = operation.answer(ok=False, state=self.state, code=int(code), error=message, fence=fence)
             self._answer(client, ack, control)
             return
         self.see_fence(control.fence or 0)
-        operation = PendingOperation(control, operation_id, [client])
         transition = TRANSITIONS.get(control.kind)
         ends_drain = self._ends_drain(control)
         if ends_drain:
             self._undrain()
         if ends_drain or (transition is not None and self.state in transition.idempotent_in):
-            self._conclude(operation, ControlAck(operation_id=operation_id, ok=True, state=self.state))
+            self._conclude(operation, operation.answer(ok=True, state=self.state))
         else:
             self._start(operation)
 
@@ -422,7 +419,7 @@ class Verbs:
 
     def _fail(self, operation: PendingOperation, code: ErrorCode, message: str) -> None:
         error = f"{operation.control.kind.name}: {message}"
-        self._conclude(operation, operation.answer(ok=False, state=self.state, code=code, error=error))
+        self._conclude(operation, operation.answer(ok=False, state=self.state, code=int(code), error=error))
 
     def _conclude(self, operation: PendingOperation, ack: ControlAck) -> None:
         """Remember the answer, send it, and begin the next operation."""
