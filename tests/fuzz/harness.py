@@ -28,7 +28,7 @@ FINDINGS = Path(__file__).parents[2] / "build" / "fuzz"
 HANG_SECONDS = 1.0
 """Of CPU time for one input, on the reference machine."""
 STALL_SECONDS = 60.0
-"""Without a new input, whatever the CPU does."""
+"""Without a new input, however busy the CPU is."""
 START_SECONDS = 600.0
 """Until the first input: a cold machine imports torch first."""
 _REFERENCE_SECONDS = 0.04

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(300)
 
 
 @repeated()
-async def test_what_a_client_that_vanishes_had_is_aborted_and_its_blocks_freed(fleet: Fleet, seed: int) -> None:
+async def test_requests_of_a_vanished_client_are_aborted_and_their_blocks_freed(fleet: Fleet, seed: int) -> None:
     await fleet.coordinator()
     engine = await fleet.engine("engine-0", *ENGINE_OPTIONS)
     link = await fleet.admin()
@@ -51,7 +51,7 @@ async def test_what_a_client_that_vanishes_had_is_aborted_and_its_blocks_freed(f
 
 
 class LazyReader:
-    """A client that submits and says that it lives, and reads nothing until it is told to."""
+    """A client that submits and sends heartbeats, and reads nothing until the test calls for it."""
 
     def __init__(self, fleet: Fleet) -> None:
         self._context = zmq.Context()
@@ -103,7 +103,7 @@ class LazyReader:
 
 
 @repeated(soak=3)
-async def test_a_client_that_does_not_read_costs_nobody_anything_and_gets_all_when_it_reads(
+async def test_a_client_that_does_not_read_delays_no_other_and_gets_everything_when_it_reads(
     fleet: Fleet, seed: int, report: Callable[[str], None]
 ) -> None:
     coordinator = await fleet.coordinator()

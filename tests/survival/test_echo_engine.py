@@ -1,4 +1,4 @@
-"""An echo engine does what it is told to get wrong, and nothing else of it changes."""
+"""An echo engine injects the configured faults and otherwise behaves as usual."""
 
 import asyncio
 import re
@@ -97,7 +97,7 @@ def params() -> Callable[[int], SamplingParams]:
     return lambda tokens: SamplingParams(num_tokens_to_generate=tokens)
 
 
-def test_faults_are_read_and_what_is_none_is_refused() -> None:
+def test_faults_are_read_and_unknown_ones_are_rejected() -> None:
     faults = parse_faults(["fail-verb:verb=PAUSE,rank=1", "stall-verb:verb=STOP,seconds=2", "drop-heartbeats:after=3"])
     assert [(fault.verb, fault.rank, fault.times) for fault in faults.of(FailVerb)] == [("PAUSE", 1, 1)]
     assert [fault.seconds for fault in faults.of(StallVerb)] == [2.0]
@@ -131,7 +131,7 @@ def test_a_real_executor_takes_no_faults(options) -> None:
         build_backend(EngineSettings(coordinator="tcp://127.0.0.1:1", name="e", executor="torch", **options))
 
 
-def test_a_fault_of_a_rank_that_is_not_there_is_refused() -> None:
+def test_a_fault_of_a_missing_rank_is_rejected() -> None:
     faults = ("fail-verb:verb=PAUSE,rank=2",)
     with pytest.raises(ValueError, match="rank 2 of 2"):
         build_backend(
@@ -154,7 +154,7 @@ async def test_every_rank_acknowledges_every_verb_once(stage) -> None:
 
 @pytest.mark.parametrize("way", ["step", "rank ended", "rank silent", "control", "leaves"])
 async def test_only_an_engine_that_fails_at_its_work_counts_as_crashed(stage, client, params, way) -> None:
-    """The reason of its DISCONNECT says which it was; what it had goes on elsewhere in any case."""
+    """The reason of its DISCONNECT distinguishes the two; its requests continue elsewhere in both cases."""
     worker = stage.engine("ends", faults=("slow-step:seconds=0.02", *(("fail-step:at=5",) if way == "step" else ())))
     await stage.coordinator.wait_for_engines(1)
     future = client.add_request([1, 2], params(50))
@@ -208,7 +208,7 @@ async def test_a_verb_that_the_only_engine_fails_is_undone_and_work_goes_on(stag
     assert (await client.add_request([7], params(6)))["generated_tokens"] == echo_answer([7], 6)
 
 
-async def test_a_stalled_rank_costs_its_engine_the_place_and_nobody_else(stage, client, params) -> None:
+async def test_a_stalled_rank_removes_its_engine_and_no_other(stage, client, params) -> None:
     stage.engine("whole")
     stage.engine("stalled", ranks=2, faults=("stall-verb:verb=PAUSE,rank=1,seconds=2",))
     await stage.coordinator.wait_for_engines(2)
@@ -241,7 +241,7 @@ async def test_an_engine_that_no_longer_beats_is_given_up_and_taken_back(stage) 
     await asyncio.wait_for(coordinator.wait_for_engines(1), scaled(20))
 
 
-async def test_an_engine_that_ignores_aborts_disturbs_nobody(stage, client, params) -> None:
+async def test_an_engine_that_ignores_aborts_affects_no_client(stage, client, params) -> None:
     worker = stage.engine("deaf", faults=("ignore-aborts", "slow-step:seconds=0.002"))
     await stage.coordinator.wait_for_engines(1)
     stream = client.add_request_streaming([3], params(200))

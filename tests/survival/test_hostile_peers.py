@@ -1,4 +1,4 @@
-"""A flood of broken frames from clients, engines and strangers: the coordinator lives and nobody else notices."""
+"""A flood of malformed frames from clients, engines and unknown peers affects no other peer."""
 
 import asyncio
 import contextlib
@@ -72,7 +72,7 @@ def attackers(fleet: Fleet) -> Iterator[Attackers]:
 
 
 @pytest.mark.timeout(3600)
-async def test_a_flood_of_broken_frames_disturbs_nobody(
+async def test_a_flood_of_malformed_frames_affects_no_other_peer(
     fleet: Fleet, attackers: Attackers, report: Callable[[str], None]
 ) -> None:
     coordinator = await fleet.coordinator()
@@ -115,13 +115,13 @@ async def test_a_flood_of_broken_frames_disturbs_nobody(
     assert (status.state, status.epoch, status.fence) == ("RUNNING", 0, 0)
     growth = most - start
     report(
-        f"{FRAMES} frames, {status.rejected_frames} refused; coordinator grew by {growth / (1 << 20):.1f} MiB at most"
+        f"{FRAMES} frames, {status.rejected_frames} rejected; coordinator grew by {growth / (1 << 20):.1f} MiB at most"
     )
     assert growth < MOST_GROWTH_BYTES
     assert coordinator.running
 
 
-async def test_control_by_who_has_no_right_is_refused_and_counted(fleet: Fleet, attackers: Attackers) -> None:
+async def test_control_messages_of_other_roles_are_rejected_and_counted(fleet: Fleet, attackers: Attackers) -> None:
     coordinator = await fleet.coordinator()
     await fleet.engine("engine-0")
     link = await fleet.admin()
@@ -140,7 +140,7 @@ async def test_control_by_who_has_no_right_is_refused_and_counted(fleet: Fleet, 
         for socket in inside:
             socket.send_multipart(control_frames(kind))
         for socket in outside:
-            # Once it is refused a socket has no connection any more, and would wait for one.
+            # A rejected socket has no connection any more, and would wait for one.
             with contextlib.suppress(zmq.Again):
                 socket.send_multipart(control_frames(kind), zmq.NOBLOCK)
 

@@ -50,7 +50,7 @@ async def pool(fleet: Fleet) -> Pool:
     return pool
 
 
-async def test_it_serves_chat_and_rejects_what_it_lacks_by_field(pool: Pool) -> None:
+async def test_it_serves_chat_and_rejects_unsupported_fields_by_name(pool: Pool) -> None:
     (port,) = free_ports(1)
     keys = str(pool.fleet.keys_dir)
     pool.fleet.start_command(

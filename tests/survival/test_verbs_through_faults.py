@@ -70,7 +70,7 @@ class RecordingRanks(SimulatedRanks):
 
 
 class Scene:
-    """Three echo engines behind one proxy, an administrator behind another, and one who sees everything."""
+    """Three echo engines behind one proxy, an administrator behind another, and one connected directly."""
 
     def __init__(self, seed: int, *, share: float) -> None:
         self.random = random.Random(seed)
@@ -162,7 +162,7 @@ class Scene:
                 continue
 
     def check(self, kind: Header, before: str, ack: ControlAck) -> None:
-        """What was confirmed was done, by those who are said to have done it, and once."""
+        """Each confirmed operation was carried out once, by the engines that its answer names."""
         moves = kind in TRANSITIONS and before not in TRANSITIONS[kind].idempotent_in
         if ack.ok:
             assert ack.state == (TRANSITIONS[kind].coordinator_after if moves else before)
@@ -174,7 +174,7 @@ class Scene:
         assert set(ack.evicted) == set(ack.engines) - set(confirmed)
         if ack.ok and moves:
             for name in confirmed:
-                # Who did not hear the commit of UNPAUSE is still paused, and has nothing to do.
+                # An engine that missed the commit of UNPAUSE is still paused, and has nothing to do.
                 done = self.ranks[name].operations[ack.operation_id] == 1 or kind is Header.PAUSE
                 assert done, "confirmed, but not done"
         for name, ranks in self.ranks.items():
@@ -229,7 +229,7 @@ async def test_acknowledgements_lost_doubled_and_late(report) -> None:
 
 
 @pytest.mark.parametrize("state", ["RUNNING", "PAUSED", "SUSPENDED"])
-async def test_every_signal_in_every_state_is_answered_at_once_and_an_illegal_one_acts_on_nobody(state) -> None:
+async def test_every_signal_in_every_state_is_answered_at_once_and_an_illegal_one_has_no_effect(state) -> None:
     async with Scene(1, share=0.0) as scene:
         for kind in {"RUNNING": [], "PAUSED": [Header.PAUSE], "SUSPENDED": [Header.PAUSE, Header.SUSPEND]}[state]:
             assert (await scene.ask(kind, timeout_seconds=60)).ok
