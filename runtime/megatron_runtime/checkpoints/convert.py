@@ -86,12 +86,17 @@ def convert(
             write_torch_dist(checkpoint, partial, written=written)
         else:
             write_safetensors(checkpoint.kinds, partial, read=checkpoint.read, written=written)
-        _write_configuration(checkpoint, found, partial)
+        types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
+        own = find_beside(found, CONFIG_FILE)
+        # The model's own file may have fields that this runtime does not know.
+        values = config_to_hf(checkpoint.config) if own is None else own.read_json()
+        values.pop("torch_dtype", None)
+        _write_json(partial / CONFIG_FILE, {**values, "dtype": min(types)})
         write_text_files(checkpoint.config, found, partial, write_gguf_tokenizer=write_gguf_tokenizer)
 
 
 class _OfType:
-    """Implements Checkpoint over another; its tensors are dense and, if a type is given, of that type."""
+    """Implements Checkpoint over another with dense tensors, which have the type `dtype` if one is given."""
 
     def __init__(self, checkpoint: Checkpoint, dtype: torch.dtype | None) -> None:
         self._checkpoint = checkpoint
@@ -107,15 +112,6 @@ class _OfType:
         return None
 
 
-def _write_configuration(checkpoint: _OfType, source: ModelSource, directory: Path) -> None:
-    types = {str(kind.dtype).removeprefix("torch.") for kind in checkpoint.kinds.values() if len(kind.shape) > 1}
-    own = find_beside(source, CONFIG_FILE)
-    # The model's own file may have fields that this runtime does not know.
-    values = config_to_hf(checkpoint.config) if own is None else own.read_json()
-    values.pop("torch_dtype", None)
-    _write_json(directory / CONFIG_FILE, {**values, "dtype": min(types)})
-
-
 def write_text_files(
     config: ModelConfig,
     source: ModelSource,
@@ -123,7 +119,7 @@ def write_text_files(
     *,
     write_gguf_tokenizer: GGUFTokenizerWriter | None = None,
 ) -> None:
-    """Write tokenizer, chat template and end-of-answer tokens; the tokenizer of a GGUF file may know more of these."""
+    """Write tokenizer, chat template and end-of-answer tokens, to which the tokenizer of a GGUF file may add some."""
     for name in (*TOKENIZER_FILES, GENERATION_FILE):
         found = find_beside(source, name)
         if found is not None:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from megatron_runtime.checkpoints.builtin import BUILTINS, BuiltinMissingError, builtin_file
+from megatron_runtime.checkpoints.builtin import BUILTINS, builtin_file
 from megatron_runtime.checkpoints.hub import HUB_PREFIX
-from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFile, ModelFileError
 from megatron_runtime.protocol.text import shown
 
 BUILTIN_PREFIX = "builtin:"
@@ -91,7 +91,7 @@ def resolve(model: str) -> ModelSource:
             raise ModelSourceError(f"model {model!r} is not built in: use {_KNOWN}, a .gguf file or a model directory")
         try:
             return GGUFSource(builtin_file(name))
-        except (BuiltinMissingError, OSError) as error:
+        except (ModelFileError, OSError) as error:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(HUB_PREFIX):
         # The HTTP client takes a tenth of a second to import.

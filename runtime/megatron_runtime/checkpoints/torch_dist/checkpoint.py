@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from megatron_runtime.checkpoints.mapped import MappedFile
-from megatron_runtime.checkpoints.model_files import ModelDirectory
+from megatron_runtime.checkpoints.model_files import ModelDirectory, ModelFileError
 from megatron_runtime.checkpoints.torch_dist.configuration import read_config
 from megatron_runtime.checkpoints.torch_dist.names import (
     HEAD,
@@ -24,7 +24,6 @@ from megatron_runtime.checkpoints.torch_dist.names import (
 )
 from megatron_runtime.checkpoints.torch_dist.saved_files import (
     Chunk,
-    DamagedFileError,
     SavedTensor,
     TensorIndex,
     find_tensor,
@@ -36,16 +35,16 @@ from megatron_runtime.models.tensors import Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 
 _TRAINING_PREFIXES = ("optimizer.", "chained_", "rng_state", "rerun_state_machine_state", "opt_param_scheduler")
-_MAX_PLACES = 1 << 20
+_MAX_CELLS = 1 << 20
 """Limit of the number of indices on the leading axes that the chunks of one stored tensor cover."""
 
 
 class TorchDistCheckpoint:
-    """Implements Checkpoint. The constructor reads the index and rejects missing, unknown and misshapen tensors.
+    """Implements Checkpoint. The constructor reads the index and rejects missing and unknown tensors and wrong shapes.
 
     directory: has `.metadata`.
 
-    Raises UnsupportedModelError, DamagedFileError, UnsafePickleError.
+    Raises UnsupportedModelError, ModelFileError, UnsafePickleError.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -56,7 +55,7 @@ class TorchDistCheckpoint:
         self.config = read_config(directory)
         stored = stored_tensors(self.config, layout)
         if self.config.tie_embeddings:
-            # Some programs save a tied head as well.
+            # Some programs save a head although it is tied to the embedding.
             weights.discard(layout.prefix + HEAD)
         _require_fit(stored, index, weights, directory)
         hf_name = FAMILIES[self.config.family].hf_name
@@ -76,7 +75,7 @@ class TorchDistCheckpoint:
         out = torch.empty(len(rows), len(columns[0]) if columns else 1, dtype=dtype)
         filled = self._fill(out.view(torch.uint8), piece, rows=rows, columns=columns[0] if columns else range(1))
         if filled != out.nbytes:
-            raise DamagedFileError(
+            raise ModelFileError(
                 f"{self._directory} holds {filled} of the {out.nbytes} bytes of {name!r}: a part was not saved"
             )
         return out if columns else out.view(-1)
@@ -106,29 +105,25 @@ class TorchDistCheckpoint:
                 filled += source.numel()
         return filled
 
-    def _file(self, name: str) -> MappedFile:
-        if name not in self._files:
-            found = ModelDirectory(self._directory).file(name)
-            if found is None:
-                raise DamagedFileError(f"{self._directory / name} is missing: copy the whole directory")
-            self._files[name] = MappedFile(found)
-        return self._files[name]
-
     def _values(self, cell: _Cell, index: tuple[int, ...]) -> torch.Tensor:
         """Return the bytes of a chunk at one index of the leading axes."""
         chunk = cell.chunk
-        file = self._file(chunk.file)
-        path = file.file.path
-        saved = self._saved.get(chunk)
-        if saved is None:
-            saved = self._saved[chunk] = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
-            wanted = (tuple(map(len, chunk.box)), cell.dtype)
-            if (saved.shape, saved.dtype) != wanted:
-                raise DamagedFileError(
-                    f"{path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
-                    f"the index says {wanted[0]} and {wanted[1]}"
+        if chunk.file not in self._files:
+            found = ModelDirectory(self._directory).file(chunk.file)
+            if found is None:
+                raise ModelFileError(f"{self._directory / chunk.file} is missing: copy the whole directory")
+            self._files[chunk.file] = MappedFile(found)
+        file = self._files[chunk.file]
+        if chunk not in self._saved:
+            saved = find_tensor(file.file, offset=chunk.offset, length=chunk.length)
+            shape = tuple(map(len, chunk.box))
+            if (saved.shape, saved.dtype) != (shape, cell.dtype):
+                raise ModelFileError(
+                    f"{file.file.path} at byte {chunk.offset} has shape {saved.shape} and type {saved.dtype}, "
+                    f"the index says {shape} and {cell.dtype}"
                 )
-        values = saved.bytes_in(file)
+            self._saved[chunk] = saved
+        values = self._saved[chunk].bytes_in(file)
         place = tuple(at - axis.start for at, axis in zip(index, chunk.box, strict=False))
         return values[place].view(len(cell.rows), -1)
 
@@ -151,13 +146,13 @@ class _Cell:
 def _cells(index: TensorIndex, *, axes: int) -> dict[tuple[int, ...], list[_Cell]]:
     """Return the cells of a stored tensor by index; a chunk that spans several indices is at each of them."""
     found: dict[tuple[int, ...], list[_Cell]] = {}
-    places = 0
+    count = 0
     for chunk in index.chunks:
         rows, *columns = chunk.box[axes:]
         cell = _Cell(rows, columns[0] if columns else range(1), index.dtype, chunk)
-        places += math.prod(map(len, chunk.box[:axes]))
-        if places > _MAX_PLACES:
-            raise DamagedFileError(f"a tensor has more than {_MAX_PLACES} parts: save the checkpoint again")
+        count += math.prod(map(len, chunk.box[:axes]))
+        if count > _MAX_CELLS:
+            raise ModelFileError(f"a tensor has more than {_MAX_CELLS} parts: save the checkpoint again")
         for place in product(*chunk.box[:axes]):
             found.setdefault(place, []).append(cell)
     return found
