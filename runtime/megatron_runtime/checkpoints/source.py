@@ -95,9 +95,9 @@ def resolve(model: str) -> ModelSource:
             raise ModelSourceError(f"model {model!r} cannot be used: {error}") from error
     if model.startswith(HUB_PREFIX):
         # The HTTP client takes a tenth of a second to import.
-        from megatron_runtime.checkpoints.hub.download import model_directory
+        from megatron_runtime.checkpoints.hub.download import cached_directory
 
-        return resolve(str(model_directory(model)))
+        return resolve(str(cached_directory(model)))
     path = Path(model).expanduser()
     if path.is_file():
         if path.suffix != ".gguf":

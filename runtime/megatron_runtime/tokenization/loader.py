@@ -56,9 +56,9 @@ def load_tokenizer(model: str, *, renders_chat: bool = True) -> Tokenizer:
 
 def _locate(model: str) -> Path:
     if model.startswith(HUB_PREFIX):
-        from megatron_runtime.checkpoints.hub.download import tokenizer_directory
+        from megatron_runtime.checkpoints.hub.download import cached_directory
 
-        model = str(tokenizer_directory(model))
+        model = str(cached_directory(model, tokenizer_only=True))
     directory = Path(model).expanduser()
     if ModelDirectory(directory).file(TOKENIZER_FILE) is not None:
         return directory

@@ -22,7 +22,7 @@ from megatron_runtime.checkpoints.hub.client import (
     RemoteFile,
     parse_listing,
 )
-from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, fetch, model_directory
+from megatron_runtime.checkpoints.hub.download import MANIFEST_FILE, cached_directory, fetch
 from megatron_runtime.checkpoints.model_files import ModelFileError
 
 MAIN = Reference("org/name")
@@ -61,7 +61,7 @@ def everything_below(directory: Path) -> set[str]:
 def test_an_invalid_commit_is_not_used_as_a_path(sha: str, hub: FakeHub, home: Path, tmp_path: Path) -> None:
     hub.list_body = json.dumps({**hub.listing(), "sha": sha}).encode()
     with pytest.raises(HubError, match=r"with sha .*: want 40 or 64 lowercase hexadecimal digits") as rejected:
-        model_directory("hf:org/name")
+        cached_directory("hf:org/name")
     assert hub.url in str(rejected.value)
     assert everything_below(tmp_path) == set()
     assert not hub.requests
@@ -82,14 +82,14 @@ def test_a_commit_other_than_the_requested_one_is_rejected(hub: FakeHub, home: P
     hub.list_body = json.dumps(hub.listing()).encode()
     hub.branch = wanted
     with pytest.raises(HubError, match=f"with sha '{hub.commit}': want the requested commit, {wanted}"):
-        model_directory(f"hf:org/name@{wanted}")
+        cached_directory(f"hf:org/name@{wanted}")
 
 
 def test_a_commit_may_be_a_sha256(hub: FakeHub, home: Path) -> None:
     hub.commit = "e" * 64
-    assert model_directory("hf:org/name").name == "e" * 64
+    assert cached_directory("hf:org/name").name == "e" * 64
     asked = hub.listed
-    model_directory(f"hf:org/name@{hub.commit}")
+    cached_directory(f"hf:org/name@{hub.commit}")
     assert hub.listed == asked
 
 
@@ -220,7 +220,7 @@ def test_a_cache_that_links_elsewhere_is_not_used(hub: FakeHub, home: Path, tmp_
     (tmp_path / "outside").mkdir()
     (home / "hub" / "models--org--name").symlink_to(tmp_path / "outside")
     with pytest.raises(ModelFileError, match="outside of"):
-        model_directory("hf:org/name")
+        cached_directory("hf:org/name")
     assert everything_below(tmp_path / "outside") == set()
 
 

@@ -102,25 +102,19 @@ class _Logged:
             _log.info("fetching %s: %d %% of %.1f GB", self._reference, tenths * 10, self._size / 1e9)
 
 
-def model_directory(model: str) -> Path:
-    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
-
-    Raises HubError, HubUnavailableError, ModelFileError, OSError.
-    """
-    return _snapshot(Reference.parse(model), tokenizer_only=False)
-
-
-def tokenizer_directory(model: str) -> Path:
-    """Return a directory with the tokenizer of `model`: of a repository with tokenizer.json no weights are fetched."""
-    return _snapshot(Reference.parse(model), tokenizer_only=True)
-
-
 def hub_cache() -> Path:
     """Return the directory of the cache that huggingface_hub uses."""
     return Path(os.environ.get("HF_HUB_CACHE") or hf_home() / "hub")
 
 
-def _snapshot(reference: Reference, *, tokenizer_only: bool) -> Path:
+def cached_directory(model: str, *, tokenizer_only: bool = False) -> Path:
+    """Return the cached directory with all files of `model`, an `hf:` reference, fetched when first needed.
+
+    tokenizer_only: fetch only the tokenizer of a repository that has a tokenizer.json.
+
+    Raises HubError, HubUnavailableError, ModelFileError, OSError.
+    """
+    reference = Reference.parse(model)
     repository = ModelDirectory(hub_cache()).directory(f"models--{reference.repository.replace('/', '--')}")
     branch = repository.directory(f"refs/{reference.revision}").path
     with closing(HubApi(token=read_token())) as api:
@@ -138,8 +132,8 @@ def _snapshot(reference: Reference, *, tokenizer_only: bool) -> Path:
         listing = listing or api.list(reference)
         has_own_tokenizer = any(file.path == "tokenizer.json" for file in listing.files)
         own, include = (part, _TOKENIZER_PATTERNS) if tokenizer_only and has_own_tokenizer else (whole, ())
-        progress = None if include else _Logged(reference)
-        _fetch(reference, _Place(directory, own, blobs), api, listing, include=include, progress=progress)
+        progress = _Silent() if include else _Logged(reference)
+        _Fetch(reference, _Place(directory, own, blobs), api, progress).run(include, listing)
     if not reference.commit:
         branch.parent.mkdir(parents=True, exist_ok=True)
         _write_own(branch, commit)
@@ -162,8 +156,7 @@ def fetch(
 
     Raises HubError, HubUnavailableError, OSError.
     """
-    place = _Place(directory, directory)
-    return _fetch(reference, place, api, None, include=include, progress=progress, wait=wait)
+    return _Fetch(reference, _Place(directory, directory), api, progress or _Silent(), wait).run(include)
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,71 +186,58 @@ class _Place:
             fresh.replace(path)
 
 
-def _fetch(
-    reference: Reference,
-    place: _Place,
-    api: HubApi,
-    listing: Listing | None,
-    *,
-    include: Sequence[str],
-    progress: Progress | None,
-    wait: Callable[[float], object] | None = None,
-) -> Manifest:
-    progress = progress or _Silent()
-    place.own.mkdir(parents=True, exist_ok=True)
-    with _locked(place.own):
-        listing = listing or api.list(reference, wait=wait or time.sleep)
-        wanted = choose(listing.files, include)
-        _require_apart(wanted, reference)
-        if not wanted:
-            names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
-            raise HubError(f"{reference} has no file that is wanted here: it has {names}")
-        manifest = read_manifest(place.own)
-        if manifest is not None and manifest.repository != listing.repository:
-            raise HubError(
-                f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
-            )
-        known = manifest.files if manifest is not None else {}
-        missing = [file for file in wanted if not _is_there(file, place.directory, known)]
-        progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
-        progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
-        needed = sum(file.size for file in missing if not place.content(file).is_file())
-        free = shutil.disk_usage(place.own).free
-        if needed > free:
-            raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
-        transfers = _Transfers(api=api, listing=listing, place=place, progress=progress, wait=wait)
-        held = known | transfers.run(missing)
-        found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
-        _write_own(place.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
-        # A file of an earlier revision that this revision does not have would be taken for a part of the model.
-        for name in set(known) - {file.path for file in listing.files}:
-            _inside(place.directory, name).unlink(missing_ok=True)
-        shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
-        return found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Transfers:
-    """Transfers several files at a time; the first that fails ends all.
+@dataclass(frozen=True, slots=True)
+class _Fetch:
+    """Fetches files, several at a time; the first that fails ends all.
 
     wait: sleeps for a number of seconds; None: until another file fails.
     """
 
-    api: HubApi
-    listing: Listing
+    reference: Reference
     place: _Place
+    api: HubApi
     progress: Progress
-    wait: Callable[[float], object] | None
+    wait: Callable[[float], object] | None = None
     stop: threading.Event = field(default_factory=threading.Event)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, files: Sequence[RemoteFile]) -> dict[str, dict[str, Any]]:
-        """Transfer `files` and return sha256 and size by path.
+    def run(self, include: Sequence[str], listing: Listing | None = None) -> Manifest:
+        """Fetch the files that match `include`. listing: of the hub, if known. Raises as fetch() does."""
+        reference, place = self.reference, self.place
+        place.own.mkdir(parents=True, exist_ok=True)
+        with _locked(place.own):
+            listing = listing or self.api.list(reference, wait=self.wait or time.sleep)
+            wanted = choose(listing.files, include)
+            _require_apart(wanted, reference)
+            if not wanted:
+                names = ", ".join(file.path for file in listing.files[:12]) + ", …" * (len(listing.files) > 12)
+                raise HubError(f"{reference} has no file that is wanted here: it has {names}")
+            manifest = read_manifest(place.own)
+            if manifest is not None and manifest.repository != listing.repository:
+                raise HubError(
+                    f"{place.directory} holds files of {manifest.repository}: name another directory for {reference}"
+                )
+            known = manifest.files if manifest is not None else {}
+            missing = [file for file in wanted if not _is_there(file, place.directory, known)]
+            self.progress.begin(files=len(wanted), size=sum(file.size for file in wanted))
+            self.progress.received(sum(file.size for file in wanted) - sum(file.size for file in missing))
+            needed = sum(file.size for file in missing if not place.content(file).is_file())
+            free = shutil.disk_usage(place.own).free
+            if needed > free:
+                raise OSError(f"no space left on device: {place.own} has {free} bytes free, {needed} are to be fetched")
+            held = known | self._get_all(missing, listing)
+            found = Manifest(listing.repository, listing.commit, {file.path: held[file.path] for file in wanted})
+            _write_own(place.own / MANIFEST_FILE, json.dumps(asdict(found), indent=2) + "\n")
+            # A file of an earlier revision that this revision does not have would be taken for a part of the model.
+            for name in set(known) - {file.path for file in listing.files}:
+                _inside(place.directory, name).unlink(missing_ok=True)
+            shutil.rmtree(place.own / _PARTIAL_DIRECTORY, ignore_errors=True)
+            return found
 
-        Raises HubError, WrongContentError, and HubUnavailableError after the last attempt.
-        """
+    def _get_all(self, files: Sequence[RemoteFile], listing: Listing) -> dict[str, dict[str, Any]]:
+        """Return sha256 and size by path."""
         with ThreadPoolExecutor(_CONCURRENT_FILES, thread_name_prefix="fetch") as pool:
-            transfers = {pool.submit(self._get, file): file for file in files}
+            transfers = {pool.submit(self._get, file, listing): file for file in files}
             try:
                 return {
                     transfers[done].path: {"sha256": done.result(), "size": transfers[done].size}
@@ -268,7 +248,7 @@ class _Transfers:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
-    def _get(self, file: RemoteFile) -> str:
+    def _get(self, file: RemoteFile, listing: Listing) -> str:
         """Return the sha256 of a file, which is transferred unless its content is there."""
         target = self.place.content(file)
         name = hashlib.sha256(f"{file.path}\0{file.digest}".encode()).hexdigest()[:40]
@@ -279,12 +259,12 @@ class _Transfers:
         if digest is not None:
             self._received(file.size)
         else:
-            digest = self._transfer(file, partial)
+            digest = self._transfer(file, listing, partial)
             partial.replace(target)
         self.place.name(file, partial.with_suffix(".link"))
         return digest
 
-    def _transfer(self, file: RemoteFile, partial: Path) -> str:
+    def _transfer(self, file: RemoteFile, listing: Listing, partial: Path) -> str:
         """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred once more.
 
         partial: holds the bytes received so far; bytes of an earlier process are not transferred again.
@@ -292,7 +272,7 @@ class _Transfers:
         content = _Content(file)
         self._received(content.read(partial))
         for _ in range(2):
-            self._append(file, content, partial)
+            self._append(file, listing, content, partial)
             if content.is_right:
                 return content.sha256
             partial.unlink()
@@ -300,11 +280,11 @@ class _Transfers:
             wrong, content = content, _Content(file)
             _log.warning("%s came with digest %s, it should be %s", file.path, wrong.digest, file.digest)
         raise WrongContentError(
-            f"{file.path} of {self.listing.repository}@{self.listing.commit} came twice with digest {wrong.digest}, "
+            f"{file.path} of {listing.repository}@{listing.commit} came twice with digest {wrong.digest}, "
             f"the hub lists {file.digest}: a proxy or the network changes it"
         )
 
-    def _append(self, file: RemoteFile, content: _Content, partial: Path) -> None:
+    def _append(self, file: RemoteFile, listing: Listing, content: _Content, partial: Path) -> None:
         """Write to `partial` until it has the file's size. Writes are unbuffered, so a killed process loses nothing."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
         failures = 0
@@ -312,7 +292,7 @@ class _Transfers:
             while content.size < file.size:
                 before = content.size
                 try:
-                    self._receive(file, content, out)
+                    self._receive(file, listing, content, out)
                 except HubUnavailableError as error:
                     gained = content.size - before
                     failures = 1 if gained >= min(_LEAST_BYTES, file.size - before) else failures + 1
@@ -325,11 +305,11 @@ class _Transfers:
             # The manifest vouches for the whole file, so the file must survive a power failure if the manifest does.
             os.fsync(out.fileno())
 
-    def _receive(self, file: RemoteFile, content: _Content, out: BinaryIO) -> None:
+    def _receive(self, file: RemoteFile, listing: Listing, content: _Content, out: BinaryIO) -> None:
         """Write what one connection transfers."""
         clock = self.api.clock
         since, arrived = clock(), 0
-        with self.api.open(self.listing, file, start=content.size) as pieces:
+        with self.api.open(listing, file, start=content.size) as pieces:
             for piece in pieces:
                 out.write(piece)
                 content.add(piece)
