@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -18,13 +19,18 @@ from megatron_kernels.cpu.examination import sum_and_finiteness
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
-from megatron_runtime.checkpoints.source import GGUFSource, ModelInMemory, ModelSource, TorchDistSource
+from megatron_runtime.checkpoints.source import ModelInMemory, ModelSource
 from megatron_runtime.checkpoints.torch_dist.checkpoint import TorchDistCheckpoint
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
 
 Kinds = Mapping[str, TensorKind]
 
+_FORMATS: Mapping[str, Callable[[Path], Checkpoint]] = {
+    "GGUF": GGUFCheckpoint,
+    "SafeTensors": SafetensorsCheckpoint,
+    "TorchDist": TorchDistCheckpoint,
+}
 _WORD = 8
 
 
@@ -37,11 +43,7 @@ def open_checkpoint(source: ModelSource) -> Checkpoint:
     if isinstance(source, ModelInMemory):
         checkpoint: Checkpoint = source.checkpoint
         return checkpoint
-    if isinstance(source, GGUFSource):
-        return GGUFCheckpoint(source.path)
-    if isinstance(source, TorchDistSource):
-        return TorchDistCheckpoint(source.directory)
-    return SafetensorsCheckpoint(source.directory)
+    return _FORMATS[source.format](source.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Signature:
 
 
 class VerifiedCheckpoint:
-    """Implements Checkpoint over another, and validates what is read.
+    """Implements Checkpoint over another, and validates the tensors that are read.
 
     read() and blocks() raise UnusableWeightsError at the first tensor with a value that is not finite. Several threads
     may read different tensors.
@@ -81,7 +83,7 @@ class VerifiedCheckpoint:
         self.kinds = checkpoint.kinds
 
     def signature(self) -> Signature:
-        """Return the signature of what was read so far: the same parts of equal files have equal digests."""
+        """Return the signature of the tensors read so far: the same parts of equal files have equal digests."""
         lines = (
             f"{name} {kind.shape} {kind.dtype} {self._sums.get(name)}" for name, kind in sorted(self.kinds.items())
         )
@@ -110,7 +112,7 @@ class VerifiedCheckpoint:
         return stored
 
     def _add(self, name: str, stored: torch.Tensor, *, values: int, words: int | None = None) -> None:
-        """Count what was read. values: in `stored`, which may be blocks; words: the sum of its words, if known."""
+        """Record a read. values: in `stored`, which may be blocks; words: the sum of its words, if known."""
         data = stored.detach().contiguous().reshape(-1).view(torch.uint8)
         end = len(data) // _WORD * _WORD
         if words is None:

@@ -16,7 +16,7 @@ import torch
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES
 from megatron_runtime.checkpoints.safetensors import num_bytes, write_safetensors
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSource, find_beside, resolve
+from megatron_runtime.checkpoints.source import ModelSource, find_beside, resolve
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.families import config_to_hf
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
@@ -125,8 +125,8 @@ def write_text_files(
         if found is not None:
             (directory / name).write_bytes(found.read_bytes(MAX_TOKENIZER_BYTES))
     ends = config.eos_token_ids
-    if isinstance(source, GGUFSource) and write_gguf_tokenizer is not None:
-        ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.path, directory))))
+    if source.format == "GGUF" and write_gguf_tokenizer is not None:
+        ends = tuple(dict.fromkeys((*ends, *write_gguf_tokenizer(source.location, directory))))
     if ends and not (directory / GENERATION_FILE).exists():
         _write_json(directory / GENERATION_FILE, {"eos_token_id": list(ends), "bos_token_id": config.bos_token_id})
 
@@ -145,7 +145,7 @@ def new_directory(directory: Path, *, replace: bool = False) -> Iterator[Path]:
     """
     directory = directory.absolute()
     if directory.exists() and not directory.is_dir():
-        raise DestinationError(f"{directory} is no directory: name a new one")
+        raise DestinationError(f"{directory} is not a directory: name a new one")
     if not replace and directory.is_dir() and any(directory.iterdir()):
         raise DestinationError(f"{directory} is not empty: name a new directory, or let it be replaced")
     directory.parent.mkdir(parents=True, exist_ok=True)

@@ -14,13 +14,7 @@ from pathlib import Path
 
 import torch
 
-from megatron_kernels.quantized import (
-    BLOCK_SIZES,
-    KIND_NAMES,
-    PLAIN_DTYPES,
-    QuantizedTensor,
-    dequantize,
-)
+from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, QuantizedTensor, dequantize
 from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf_index
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
@@ -198,7 +192,8 @@ def _entries(
             yield family.hf_name(layer + short), entry
     if unknown:
         raise UnsupportedModelError(
-            f"{path} holds tensors that a {family.architecture} has not: {', '.join(map(escaped, sorted(unknown)[:8]))}"
+            f"{path} has tensors that {family.architecture} does not have: "
+            f"{', '.join(map(escaped, sorted(unknown)[:8]))}"
         )
 
 

@@ -135,8 +135,8 @@ class _Reader:
         self._elements_left -= count
         if self._elements_left < 0:
             raise ModelFileError(
-                f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: that is no "
-                "metadata of a model"
+                f"{self._path} has arrays of more than {_MAX_ELEMENTS} elements at byte {self._at}: this is not "
+                "the metadata of a model"
             )
         if kind == _STRING:
             return self._strings(count, wanted=wanted)

@@ -67,7 +67,7 @@ def require_safe_name(name: object) -> str:
 def parse_json(data: bytes, *, where: str, elements: int = MAX_ELEMENTS) -> dict[str, Any]:
     """Return the JSON object in `data`. elements: limit of their number. Raises ModelFileError naming `where`."""
     if sum(data.count(mark) for mark in (b",", b":", b"[", b"{")) > elements:
-        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is no file of a model")
+        raise ModelFileError(f"{where} has more than {elements} JSON elements: it is not a file of a model")
     try:
         values = json.loads(data.decode())
     except (ValueError, RecursionError) as error:

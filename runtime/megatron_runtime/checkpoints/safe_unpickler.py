@@ -68,7 +68,7 @@ def read_pickle(
     """
     data = file.read(MAX_INDEX_BYTES + 1)
     if len(data) > MAX_INDEX_BYTES:
-        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is no index of a checkpoint")
+        raise UnsafePickleError(f"{where} has more than {MAX_INDEX_BYTES} bytes: it is not an index of a checkpoint")
     try:
         return _Reader(data, where, trusted, opaque, persistent).load()
     except UnsafePickleError:
@@ -82,9 +82,9 @@ def read_pickle(
 def size_of(values: Any = ()) -> tuple[int, ...]:
     """Replaces torch.Size in a table of trusted names. Raises ValueError for an invalid shape."""
     if not isinstance(values, list | tuple) or len(values) > MAX_AXES:
-        raise ValueError(f"{shown(values)} is no shape of at most {MAX_AXES} axes")
+        raise ValueError(f"{shown(values)} is not a shape of at most {MAX_AXES} axes")
     if not all(isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MAX_SIZE for value in values):
-        raise ValueError("a shape has an extent that is no whole number of 63 bits")
+        raise ValueError("a shape has an extent that is not a whole number of 63 bits")
     return tuple(values)
 
 

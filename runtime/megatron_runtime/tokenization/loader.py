@@ -15,7 +15,7 @@ import tokenizers
 
 from megatron_runtime.checkpoints.hub import HUB_PREFIX
 from megatron_runtime.checkpoints.model_files import MAX_TOKENIZER_BYTES, ModelDirectory
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, resolve
+from megatron_runtime.checkpoints.source import ModelSourceError, resolve
 from megatron_runtime.process.sacrificial_process import ProcessLostError, ProcessStartError, SacrificialProcess
 from megatron_runtime.tokenization.chat_template import chat_template_of_model
 from megatron_runtime.tokenization.gguf_tokenizer import tokenizer_from_gguf
@@ -66,9 +66,7 @@ def _locate(model: str) -> Path:
         source = resolve(model)
     except ModelSourceError as error:
         raise TokenizerLoadError(str(error)) from error
-    if isinstance(source, GGUFSource):
-        return source.path
-    if ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
+    if source.format == "GGUF" or ModelDirectory(source.location).file(TOKENIZER_FILE) is not None:
         return source.location
     raise TokenizerLoadError(f"model {model!r} has no {TOKENIZER_FILE} in {source.location}: complete the directory")
 

@@ -35,7 +35,7 @@ class Detokenizer(ABC):
 
     @abstractmethod
     def finish(self) -> str:
-        """Return what was held back; incomplete characters become U+FFFD."""
+        """Return the text that was held back; incomplete characters become U+FFFD."""
 
 
 class ByteLevelDetokenizer(Detokenizer):
@@ -77,9 +77,7 @@ class WindowDetokenizer(Detokenizer):
         self._window.append(token)
         fresh = self._fresh()
         held = len(self._window) - self._shown
-        if fresh.endswith(REPLACEMENT) and held < self.MAX_HELD_TOKENS:
-            return ""
-        if not fresh and held < self.MAX_HELD_TOKENS:
+        if held < self.MAX_HELD_TOKENS and (not fresh or fresh.endswith(REPLACEMENT)):
             return ""
         self._window = self._window[self._shown :]
         self._shown = len(self._window)

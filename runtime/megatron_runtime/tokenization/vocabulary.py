@@ -55,7 +55,7 @@ def contained(action: str) -> Iterator[None]:
 
 
 def load_vocabulary(content: bytes) -> tokenizers.Tokenizer:
-    """Load a tokenizer.json without its padding and truncation. Raises what the library raises.
+    """Load a tokenizer.json without its padding and truncation. Raises the errors of the library.
 
     content: of a file that passed the trial; see tokenizer_trial.py.
     """

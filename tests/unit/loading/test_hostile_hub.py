@@ -280,7 +280,7 @@ def test_an_unusable_redirect_is_an_error_of_the_hub(target: str) -> None:
 
 
 def test_an_endpoint_must_be_a_url() -> None:
-    with pytest.raises(HubError, match="is no URL"):
+    with pytest.raises(HubError, match="is not a URL"):
         HubApi(endpoint="https://[::bad")
 
 

@@ -26,7 +26,7 @@ from megatron_runtime.checkpoints.hub.download import (
     verify_directory,
 )
 from megatron_runtime.checkpoints.model_files import UnsafeNameError
-from megatron_runtime.checkpoints.source import SafetensorsSource, resolve
+from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.cli import main
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.tokenization.loader import load_tokenizer
@@ -330,8 +330,8 @@ def model_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeH
 
 def test_a_reference_is_resolved_and_a_complete_commit_needs_no_hub(model_hub: FakeHub) -> None:
     source = resolve("hf:org/name@main")
-    assert isinstance(source, SafetensorsSource)
-    assert model_hub.commit in source.directory.parts
+    assert source.format == "SafeTensors"
+    assert model_hub.commit in source.location.parts
     asked = len(model_hub.requests)
     assert model_hub.listed == 1
     # A complete commit in the cache needs no hub.
@@ -353,8 +353,8 @@ def test_other_programs_find_the_model_in_the_cache(model_hub: FakeHub) -> None:
 
     load_tokenizer("hf:org/name")
     source = resolve("hf:org/name")
-    assert isinstance(source, SafetensorsSource)
-    assert Path(snapshot_download("org/name", cache_dir=hub_cache(), local_files_only=True)) == source.directory
+    assert source.format == "SafeTensors"
+    assert Path(snapshot_download("org/name", cache_dir=hub_cache(), local_files_only=True)) == source.location
     cache = scan_cache_dir(hub_cache())
     assert not cache.warnings
     ((revision,),) = [repository.revisions for repository in cache.repos]

@@ -17,7 +17,7 @@ from torch.distributed import checkpoint as dcp
 
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.convert import convert
-from megatron_runtime.checkpoints.source import TorchDistSource, resolve
+from megatron_runtime.checkpoints.source import StoredModel, resolve
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.models.weights import load_weights
 
@@ -58,7 +58,7 @@ def test_converting_there_and_back_returns_the_same_bits(case: str, dtype: torch
     model = write_model(tmp_path / "hf", config, tensors)
     convert(str(model), tmp_path / "megatron", to="torch_dist")
     source = resolve(str(tmp_path / "megatron"))
-    assert source == TorchDistSource(tmp_path / "megatron" / "release")
+    assert source == StoredModel("TorchDist", tmp_path / "megatron" / "release")
     assert open_checkpoint(source).config == config
     convert(source, tmp_path / "back", to="safetensors")
     assert same_bits(load_file(tmp_path / "back" / "model.safetensors"), tensors)
@@ -88,7 +88,7 @@ def test_a_checkpoint_saved_by_two_ranks_is_the_model(case: str, trainings: Path
 
 def test_the_newest_checkpoint_of_a_training_is_used(trainings: Path) -> None:
     (trainings / "qwen2" / "latest_checkpointed_iteration.txt").write_text("12\n")
-    assert resolve(str(trainings / "qwen2")) == TorchDistSource(trainings / "qwen2" / "iter_0000012")
+    assert resolve(str(trainings / "qwen2")) == StoredModel("TorchDist", trainings / "qwen2" / "iter_0000012")
 
 
 def test_layers_may_be_numbered(trainings: Path) -> None:

@@ -14,7 +14,7 @@ from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.model_files import ModelFileError
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
-from megatron_runtime.checkpoints.source import GGUFSource, ModelSourceError, SafetensorsSource, resolve
+from megatron_runtime.checkpoints.source import ModelSourceError, StoredModel, resolve
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.weights import load_weights
 
@@ -168,13 +168,13 @@ def test_an_unsupported_configuration_is_rejected_by_name(
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_references_resolve_to_typed_sources(exported: Path, tmp_path: Path) -> None:
+def test_references_resolve_to_formats_and_paths(exported: Path, tmp_path: Path) -> None:
     known = resolve("builtin:smollm2-135m")
-    assert isinstance(known, GGUFSource)
+    assert known.format == "GGUF"
     assert resolve(str(known.path)) == known
-    assert resolve(str(exported)) == SafetensorsSource(exported)
+    assert resolve(str(exported)) == StoredModel("SafeTensors", exported)
     write_gguf(tmp_path / "only.gguf")
-    assert resolve(str(tmp_path)) == GGUFSource(tmp_path / "only.gguf")
+    assert resolve(str(tmp_path)) == StoredModel("GGUF", tmp_path / "only.gguf")
 
 
 def test_an_invalid_reference_names_the_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ class Reference:
         """Parse `ORG/NAME[@REVISION]`, with or without `hf:` before it. Raises HubError."""
         name, _, revision = text.removeprefix(HUB_PREFIX).removeprefix("//").partition("@")
         if not _REPOSITORY.fullmatch(name) or ".." in name or not all(len(part) <= 96 for part in name.split("/")):
-            raise HubError(f"{text!r} is no repository: write ORG/NAME or ORG/NAME@REVISION")
+            raise HubError(f"{text!r} is not a repository: write ORG/NAME or ORG/NAME@REVISION")
         return cls(name, revision or "main")
 
     @property
@@ -134,7 +134,7 @@ class HubApi:
         try:
             self._origin = _origin(httpx.URL(self._endpoint))
         except httpx.InvalidURL as error:
-            raise HubError(f"the hub's endpoint {shown(self._endpoint)} is no URL: {error}") from error
+            raise HubError(f"the hub's endpoint {shown(self._endpoint)} is not a URL: {error}") from error
         self._client = httpx.Client(
             headers=headers,
             timeout=_TIMEOUT,
@@ -184,8 +184,8 @@ class HubApi:
             body += piece
             if len(body) > MAX_LISTING_BYTES:
                 raise HubError(
-                    f"{self._endpoint} lists the files of {reference} in more than {MAX_LISTING_BYTES} bytes: that is "
-                    "no model"
+                    f"{self._endpoint} lists the files of {reference} in more than {MAX_LISTING_BYTES} bytes: this "
+                    "is not a model"
                 )
             if self.clock() > until:
                 raise HubUnavailableError(
@@ -243,7 +243,7 @@ def parse_listing(body: bytes, reference: Reference, *, hub: str) -> Listing:
     try:
         values = json.loads(body.decode())
     except (ValueError, RecursionError) as error:
-        raise HubError(f"{hub} answers for {reference} what is no list of files: {escaped(str(error))}") from error
+        raise HubError(f"{hub} answers for {reference} with an invalid list of files: {escaped(str(error))}") from error
     values = values if isinstance(values, dict) else {}
     commit, siblings = values.get("sha"), values.get("siblings")
     if not isinstance(commit, str) or not _COMMIT.fullmatch(commit):

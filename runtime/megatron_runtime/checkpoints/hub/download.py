@@ -48,7 +48,7 @@ _LOCK_FILE = ".megatron-lock"
 _CONCURRENT_FILES = 4
 """One connection seldom saturates the network."""
 _LEAST_BYTES, _PACE_SECONDS = 1 << 16, 60.0
-"""A connection that transfers fewer bytes in that time is closed; an attempt that transfers fewer is no progress."""
+"""A connection that transfers fewer bytes in that time is closed; an attempt that transfers fewer makes no progress."""
 _READ_BYTES = 1 << 20
 
 _OTHER_FORMATS = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.ot", "*.tflite")
@@ -265,7 +265,7 @@ class _Fetch:
         return digest
 
     def _transfer(self, file: RemoteFile, listing: Listing, partial: Path) -> str:
-        """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred once more.
+        """Fetch a file to `partial` and return its sha256. A file with the wrong content is transferred again once.
 
         partial: holds the bytes received so far; bytes of an earlier process are not transferred again.
         """
@@ -334,7 +334,7 @@ class _Fetch:
 
 
 class _Content:
-    """The digests of what was received of a file: sha256 always, and git's if the hub knows no other."""
+    """The digests of the received bytes of a file: sha256 always, and git's if the hub knows no other."""
 
     def __init__(self, file: RemoteFile) -> None:
         self._file = file
@@ -402,8 +402,8 @@ def verify_directory(directory: Path, *, progress: Progress | None = None) -> Ma
         progress.received(file.size)
     if wrong:
         raise WrongContentError(
-            f"{len(wrong)} of {len(files)} files in {directory} are not what was fetched: {'; '.join(wrong)}: remove "
-            f"them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
+            f"{len(wrong)} of {len(files)} files in {directory} differ from the fetched ones: {'; '.join(wrong)}: "
+            f"remove them and run `megatron fetch {manifest.repository}@{manifest.commit} {directory}`"
         )
     return manifest
 

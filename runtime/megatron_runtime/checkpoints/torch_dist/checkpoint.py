@@ -22,13 +22,7 @@ from megatron_runtime.checkpoints.torch_dist.names import (
     pieces,
     stored_tensors,
 )
-from megatron_runtime.checkpoints.torch_dist.saved_files import (
-    Chunk,
-    SavedTensor,
-    TensorIndex,
-    find_tensor,
-    read_index,
-)
+from megatron_runtime.checkpoints.torch_dist.saved_files import Chunk, SavedTensor, TensorIndex, find_tensor, read_index
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.models.families import FAMILIES
 from megatron_runtime.models.tensors import Part, TensorKind
@@ -88,7 +82,7 @@ class TorchDistCheckpoint:
         filled = at = 0
         size = out.shape[1] // len(columns) if columns else 0
         for first, count in piece.rows:
-            # In the stored tensor, this run of the piece's rows begins `shift` rows later.
+            # In the stored tensor, these rows of the piece begin `shift` rows later.
             shift, own = first - at, _overlap(rows, range(at, at + count))
             at += count
             for cell in self._cells[piece.key].get(piece.index, ()) if own else ():

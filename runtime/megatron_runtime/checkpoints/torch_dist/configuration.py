@@ -93,7 +93,7 @@ def _is_scalar(value: Any) -> bool:
 def config_json_of(arguments: Mapping[str, Any], *, where: str) -> dict[str, Any]:
     """Return the fields of config.json for a model trained with `arguments`.
 
-    Raises UnsupportedModelError naming the argument, its value and what is supported.
+    Raises UnsupportedModelError naming the argument, its value and the supported value.
     """
     for name, allowed in _ONLY.items():
         if name in arguments and arguments[name] not in allowed:

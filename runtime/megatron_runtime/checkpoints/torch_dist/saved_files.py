@@ -194,7 +194,7 @@ class _Storage:
 def _storage(pid: Any) -> _Storage:
     kind, dtype, key, _, _ = pid
     if kind != "storage" or not isinstance(dtype, torch.dtype) or not isinstance(key, str):
-        raise ValueError("a persistent id is no storage")
+        raise ValueError("a persistent id is not a storage")
     return _Storage(key, dtype)
 
 
@@ -276,7 +276,9 @@ def read_index(directory: Path) -> dict[str, TensorIndex]:
     except ModelFileError:
         raise
     except (AttributeError, TypeError, ValueError) as error:
-        raise UnsafePickleError(f"{path} is no index of torch.distributed.checkpoint: {shown(str(error))}") from error
+        raise UnsafePickleError(
+            f"{path} is not an index of torch.distributed.checkpoint: {shown(str(error))}"
+        ) from error
     sizes: dict[str, int] = {}
     for tensor in index.values():
         for chunk in tensor.chunks:
@@ -371,7 +373,7 @@ class _Properties:
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         self.dtype = state[0]
         if not isinstance(self.dtype, torch.dtype):
-            raise TypeError(f"{shown(self.dtype)} is no type of a tensor")
+            raise TypeError(f"{shown(self.dtype)} is not the type of a tensor")
 
 
 _MODULE = "torch.distributed.checkpoint.metadata"
