@@ -1,4 +1,4 @@
-"""Small models with random weights, in a directory as transformers has them; nothing of them is trivial."""
+"""Small models with random weights, in a directory as transformers writes it. No weight is zero, one or repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron_runtime.checkpoints.safetensors import write_safetensors
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, MoEConfig
 from megatron_runtime.models.families import FAMILIES, config_to_hf
-from megatron_runtime.models.tensors import TensorKind, tensor_shapes
+from megatron_runtime.models.tensors import Checkpoint, TensorKind, tensor_shapes
 from megatron_runtime.tokenization.loader import write_gguf_tokenizer
 
 LLAMA = ModelConfig(
@@ -48,13 +48,13 @@ CONFIGS = {
         LLAMA, family="qwen3_moe", qk_norm=True, moe=replace(_EXPERTS, normalize=False, dense_layers=(1,))
     ),
 }
-"""What has a form in Megatron-LM."""
+"""Models that Megatron-LM can describe."""
 
 
 def random_tensors(
     config: ModelConfig, *, dtype: torch.dtype = torch.float32, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """Every tensor of the model, by its name in transformers."""
+    """Return random values for every tensor of the model, by its name in transformers."""
     generator = torch.Generator().manual_seed(seed)
     family = FAMILIES[config.family]
     return {
@@ -63,8 +63,13 @@ def random_tensors(
     }
 
 
+def all_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    """Read every tensor of a checkpoint, by its name in transformers."""
+    return {name: checkpoint.read(name) for name in checkpoint.kinds}
+
+
 def random_model(config: ModelConfig, *, seed: int = 0) -> TensorsInMemory:
-    """What a program may hand over as its model."""
+    """Return a checkpoint with random weights in memory."""
     return TensorsInMemory(config, random_tensors(config, seed=seed))
 
 
@@ -78,7 +83,7 @@ def write_model(directory: Path, config: ModelConfig, tensors: dict[str, torch.T
 
 
 def write_speaking_model(directory: Path) -> Path:
-    """A model of four heads that speaks the built-in one's tokens, with its tokenizer beside it."""
+    """Write a random model of four heads with the vocabulary and the tokenizer of the built-in model."""
     sizes = {"vocab_size": 49152, "hidden_size": 64, "intermediate_size": 128, "num_layers": 4, "head_dim": 16}
     config = replace(LLAMA, **sizes, num_heads=4, num_kv_heads=2, max_position_embeddings=2048)
     model = write_model(directory, config, random_tensors(config, seed=1))

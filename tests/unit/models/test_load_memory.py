@@ -1,4 +1,4 @@
-"""What loading takes beside the weights themselves: no more than one tensor, and what of the file is mapped."""
+"""Memory that loading takes beside the weights: at most one tensor, and the resident pages of the mapped file."""
 
 import json
 import subprocess
@@ -39,7 +39,7 @@ from pathlib import Path
 import torch
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve
-from megatron_runtime.checkpoints.verified import VerifiedCheckpoint
+from megatron_runtime.checkpoints.checkpoint import VerifiedCheckpoint
 from megatron_runtime.models.weights import load_weights
 
 def memory(field):

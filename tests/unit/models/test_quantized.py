@@ -10,8 +10,8 @@ import torch
 
 from megatron_kernels import quantized
 from megatron_kernels.quantized import BLOCK_SIZES, KIND_NAMES, PLAIN_DTYPES, SCALES, QuantizedTensor
+from megatron_runtime.checkpoints.checkpoint import UnusableWeightsError, VerifiedCheckpoint
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
-from megatron_runtime.checkpoints.verified import UnusableWeightsError, VerifiedCheckpoint
 from megatron_runtime.models.layers.linear import Embedding
 from megatron_runtime.models.tensors import Part
 

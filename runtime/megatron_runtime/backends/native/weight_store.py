@@ -10,14 +10,15 @@ import torch
 
 from megatron_kernels.cpu.switches import Switch, is_on
 from megatron_runtime.backends.native.memory import require_memory as require_host_memory
-from megatron_runtime.checkpoints.checkpoint import open_checkpoint, with_progress
-from megatron_runtime.checkpoints.source import ModelSource, resolve
-from megatron_runtime.checkpoints.verified import (
+from megatron_runtime.checkpoints.checkpoint import (
     Signature,
     UnusableWeightsError,
     VerifiedCheckpoint,
+    open_checkpoint,
     require_same_model,
+    with_progress,
 )
+from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.compiled_linear import NativeLinears
