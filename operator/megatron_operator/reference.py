@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -58,7 +59,7 @@ def _vocabulary(members: Iterable[Documented]) -> list[str]:
 
 def _rules(schema: Schema) -> Iterator[str]:
     for rule in schema.get("x-kubernetes-validations", ()):
-        yield f"- {_escape(rule['message'])}"
+        yield from textwrap.wrap(f"- {_escape(rule['message'])}", 100, subsequent_indent="  ", break_on_hyphens=False)
     for field in schema.get("properties", {}).values():
         yield from _rules(field)
 
@@ -71,7 +72,8 @@ def reference_page() -> str:
         f"# {KIND}",
         "",
         f"`{API_VERSION}`, short name `{SHORT_NAME}`. Generated from the types by `make generate`.",
-        f"Columns of `kubectl get {SHORT_NAME}`: {columns}.",
+        "",
+        *textwrap.wrap(f"Columns of `kubectl get {SHORT_NAME}`: {columns}.", 100),
         "",
         "## spec",
         "",

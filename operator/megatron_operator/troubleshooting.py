@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.remedies import REMEDIES, Symptom
-from megatron_operator.plan.causes import CREATION, EXIT_CODES, LAST_WORDS, SCHEDULING
+from megatron_operator.plan.causes import CREATION, EXIT_CODES, SCHEDULING, TERMINATION_MESSAGE
 
 _WIDTH = 100
 _FIELD = re.compile(r"(?<![`\w.])((?:spec|status|podPolicy)\.[A-Za-z.]+[A-Za-z])")
@@ -63,7 +63,7 @@ def _hints(reason: Reason) -> list[str]:
 
     A reason with one hint needs none here: its remedy says the same.
     """
-    found = [cause.remedy for cause in (*SCHEDULING, *CREATION, *LAST_WORDS) if cause.reason is reason]
+    found = [cause.remedy for cause in (*SCHEDULING, *CREATION, *TERMINATION_MESSAGE) if cause.reason is reason]
     return found if len(found) > 1 else []
 
 

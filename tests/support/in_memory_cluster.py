@@ -1,7 +1,7 @@
 """A cluster small enough to reason about: an API server, pods and a coordinator as plain data.
 
 `Cluster.step()` is one pass of the operator; `Cluster.tick()` lets everything else move one step. The coordinator
-refuses what its protocol calls illegal by failing the test, so no test needs to look for it.
+rejects what its protocol calls illegal by failing the test, so no test needs to look for it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from megatron_operator.plan.world import (
     KeysInUse,
     KeysView,
     OperationReport,
-    Refusal,
+    Rejection,
     ResourceView,
     RotateKeys,
     Signal,
@@ -196,8 +196,8 @@ class Cluster:
         self.unverified: set[ChildRef] = set()
         self.pods: dict[str, dict[str, Any]] = {}
         self.coordinator: FakeCoordinator | None = None
-        self.refusals: dict[ChildRef, Refusal] = {}
-        self.refuse: set[ChildRef] = set()
+        self.rejections: dict[ChildRef, Rejection] = {}
+        self.reject: set[ChildRef] = set()
         self.vetted: dict[ChildRef, str] = {}
         self.failed_creations: dict[str, str] = {}
         self.now = START
@@ -244,9 +244,9 @@ class Cluster:
             term=self.term,
             children=views,
             pods=tuple(reduce_pod(pod) for pod in self.pods.values()),
-            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="refused"),
+            coordinator=self.coordinator.snapshot() if self.coordinator else CoordinatorSnapshot(error="rejected"),
             keys=self._keys_view(),
-            refusals=dict(self.refusals),
+            rejections=dict(self.rejections),
             vetted=dict(self.vetted),
             failed_creations=dict(self.failed_creations),
         )
@@ -287,18 +287,18 @@ class Cluster:
                 secret["data"] = patch["data"]
                 secret["metadata"]["annotations"] |= patch["metadata"]["annotations"]
         elif isinstance(action, ApplyChild):
-            if action.ref in self.refuse:
-                self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
+            if action.ref in self.reject:
+                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
                 return
-            self.refusals.pop(action.ref, None)
+            self.rejections.pop(action.ref, None)
             self.unverified.discard(action.ref)
             self._store(action.manifest)
         elif isinstance(action, VetChild):
-            if action.ref in self.refuse:
-                self.refusals[action.ref] = Refusal(action.hash, 422, "spec.template is wrong", self.now)
+            if action.ref in self.reject:
+                self.rejections[action.ref] = Rejection(action.hash, 422, "spec.template is wrong", self.now)
             else:
                 self.vetted[action.ref] = action.hash
-                self.refusals.pop(action.ref, None)
+                self.rejections.pop(action.ref, None)
         elif isinstance(action, DeleteChild):
             assert self.objects[action.ref]["metadata"]["uid"] == action.uid
             del self.objects[action.ref]
@@ -408,7 +408,7 @@ class Cluster:
         assert self.coordinator is not None
         self._remove_pod(pod)
         self.coordinator.keys = None
-        self.log.append("the coordinator is started anew")
+        self.log.append("the coordinator is restarted")
 
     def _remove_pod(self, name: str) -> None:
         pod = self.pods.pop(name)

@@ -185,7 +185,7 @@ class KubeApi:
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise ApiError(0, "Unreachable", f"{method} {path}: {error or type(error).__name__}") from error
         if not 200 <= status <= 299:
-            raise _refusal(status, text, headers)
+            raise _rejection(status, text, headers)
         try:
             answer: Object = decode(text)
             return answer
@@ -203,7 +203,7 @@ class KubeApi:
         return response.status, await response.read(), response.headers
 
 
-def _refusal(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
+def _rejection(code: int, text: bytes, headers: Mapping[str, str]) -> ApiError:
     """Return the error of the API server's Status, or of a proxy's answer."""
     said = headers.get("Retry-After", "")
     retry_after = min(float(said), MAX_RETRY_AFTER_SECONDS) if said.isdigit() else 0.0

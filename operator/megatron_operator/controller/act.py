@@ -31,7 +31,7 @@ from megatron_operator.plan.world import (
     DeleteChild,
     DeletePods,
     EmitEvent,
-    Refusal,
+    Rejection,
     RotateKeys,
     Signal,
     VetChild,
@@ -79,7 +79,7 @@ class Actor:
         self._settings = settings
         self._admin = admin
         self._count_signal = count_signal
-        self.refusals: dict[ChildRef, Refusal] = {}
+        self.rejections: dict[ChildRef, Rejection] = {}
         self.vetted: dict[ChildRef, str] = {}
 
     async def act(self, actions: Sequence[Action], resource: SeenResource) -> bool:
@@ -162,16 +162,16 @@ class Actor:
         try:
             seen = await self._writer.apply_child(action.manifest, owner_uid=resource.uid, known=known)
         except NotOwnedError as error:
-            return self._refused(action.ref, action.hash, error)
+            return self._rejected(action.ref, action.hash, error)
         except ApiError as error:
             if error.conflict:
                 # The object was replaced or has another owner: read it, then decide again.
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
             if error.permanent:
-                return self._refused(action.ref, action.hash, error)
+                return self._rejected(action.ref, action.hash, error)
             raise
         self._cache.applied(seen)
-        self.refusals.pop(action.ref, None)
+        self.rejections.pop(action.ref, None)
         return True
 
     async def _vet(self, action: VetChild, resource: SeenResource) -> bool:
@@ -185,10 +185,10 @@ class Actor:
                 await self._observer.reread_child(action.ref, namespace=resource.namespace)
                 return False
             if error.permanent:
-                return self._refused(action.ref, action.hash, error)
+                return self._rejected(action.ref, action.hash, error)
             raise
         self.vetted[action.ref] = action.hash
-        self.refusals.pop(action.ref, None)
+        self.rejections.pop(action.ref, None)
         return True
 
     async def _create_keys(self, action: CreateKeys, resource: SeenResource) -> bool:
@@ -202,12 +202,12 @@ class Actor:
             created = await self._writer.create(manifest)
         except ApiError as error:
             if error.code == 409 and error.reason == "AlreadyExists":
-                return self._refused(ref, "", NotOwnedError(ref, namespace=resource.namespace))
+                return self._rejected(ref, "", NotOwnedError(ref, namespace=resource.namespace))
             if error.permanent:
-                return self._refused(ref, "", error)
+                return self._rejected(ref, "", error)
             raise
         self._observer.remember_keys(created)
-        self.refusals.pop(ref, None)
+        self.rejections.pop(ref, None)
         return True
 
     async def _rotate_keys(self, action: RotateKeys, resource: SeenResource) -> bool:
@@ -228,15 +228,17 @@ class Actor:
                 return False
             if error.permanent:
                 ref = ChildRef(SECRET.kind, action.name, SECRET.api_version)
-                return self._refused(ref, "", error)
+                return self._rejected(ref, "", error)
             raise
         self._observer.remember_keys(written)
-        self.refusals.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
+        self.rejections.pop(ChildRef(SECRET.kind, action.name, SECRET.api_version), None)
         return True
 
-    def _refused(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
+    def _rejected(self, ref: ChildRef, manifest_hash: str, error: ApiError) -> bool:
         logger.warning("child rejected", extra={"child": str(ref), "code": error.code, "error": error.message})
-        self.refusals[ref] = Refusal(hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC))
+        self.rejections[ref] = Rejection(
+            hash=manifest_hash, code=error.code, message=error.message, at=datetime.now(UTC)
+        )
         return False
 
     async def _delete_child(self, action: DeleteChild, resource: SeenResource) -> None:

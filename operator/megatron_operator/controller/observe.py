@@ -28,7 +28,7 @@ from megatron_operator.link.address import Resolver
 from megatron_operator.link.connection import CoordinatorLink
 from megatron_operator.model.resource import parse_spec
 from megatron_operator.model.settings import Settings
-from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Refusal, ResourceView, World
+from megatron_operator.plan.world import ChildRef, CoordinatorSnapshot, KeysView, Rejection, ResourceView, World
 from megatron_operator.render.context import COORDINATOR, LABEL_INSTANCE
 from megatron_runtime.transport.security import KeyPair
 
@@ -94,7 +94,7 @@ class Observer:
         resource: SeenResource,
         *,
         term: int,
-        refusals: Mapping[ChildRef, Refusal],
+        rejections: Mapping[ChildRef, Rejection],
         vetted: Mapping[ChildRef, str],
     ) -> World:
         """Return a snapshot.
@@ -124,7 +124,7 @@ class Observer:
             pods=self._cache.pods(),
             coordinator=coordinator,
             keys=self._keys_view(secret),
-            refusals=refusals,
+            rejections=rejections,
             vetted=vetted,
             failed_creations=await self._failed_creations(resource),
         )

@@ -26,7 +26,7 @@ from megatron_operator.controller.act import Actor
 from megatron_operator.controller.metrics import Metrics, Reading, VerbClock
 from megatron_operator.controller.observe import Observer
 from megatron_operator.link.connection import CoordinatorLink
-from megatron_operator.plan.decide import refuse_spec
+from megatron_operator.plan.decide import reject_spec
 from megatron_operator.plan.world import Decision, World
 
 logger = logging.getLogger(__name__)
@@ -142,10 +142,10 @@ class ResourceTask:
         try:
             actor = parts.actor
             world = await parts.observer.world(
-                resource, term=parts.elector.term, refusals=actor.refusals, vetted=actor.vetted
+                resource, term=parts.elector.term, rejections=actor.rejections, vetted=actor.vetted
             )
         except ValidationError as error:
-            return refuse_spec(
+            return reject_spec(
                 status=resource.status, generation=resource.generation, error=_first(error), now=datetime.now(UTC)
             )
         return parts.decide(world)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from megatron_operator.link.canary import UNSUPPORTED, CanaryBook
-from megatron_operator.link.snapshot import printable, refusal_of, snapshot_of, without_traffic
+from megatron_operator.link.snapshot import printable, rejection_of, snapshot_of, without_traffic
 from megatron_operator.model.states import SignalKind
 from megatron_operator.plan.world import AskCanary, CoordinatorSnapshot, OperationReport, Signal
 from megatron_runtime.protocol import limits
@@ -47,7 +47,7 @@ DEFAULT_SIGNAL_SECONDS = 60.0
 MAX_MESSAGES_A_SECOND = 500
 MAX_BYTES_A_SECOND = 8 << 20
 """A coordinator that sends more is disconnected for `flood_pause`, because reading it would delay other resources."""
-REMEMBERED_REFUSALS = 16
+REMEMBERED_REJECTIONS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class CoordinatorLink:
         self._nudge = asyncio.Event()
         self._reply: StatusReply | None = None
         self._in_flight: dict[str, _InFlight] = {}
-        self._refusals: OrderedDict[str, OperationReport] = OrderedDict()
+        self._rejections: OrderedDict[str, OperationReport] = OrderedDict()
         self._busy_at: float | None = None
         """When a request was last reported; None before the first answer."""
         self._canaries = CanaryBook(clock)
@@ -164,7 +164,7 @@ class CoordinatorLink:
             return CoordinatorSnapshot(error=self._error)
         return snapshot_of(
             self._reply,
-            refusals=self._refusals,
+            rejections=self._rejections,
             canaries=self._canaries.reports,
             idle_seconds=0.0 if self._busy_at is None else self._clock() - self._busy_at,
         )
@@ -229,7 +229,7 @@ class CoordinatorLink:
         )
         if not self._send(message.to_frames()):
             return False
-        self._refusals.pop(signal.operation_id, None)
+        self._rejections.pop(signal.operation_id, None)
         until = self._clock() + timeout + self._timings.ack_margin
         self._in_flight[signal.operation_id] = _InFlight(signal.kind, until, self._asked)
         self._nudge.set()
@@ -406,9 +406,9 @@ class CoordinatorLink:
     def _on_ack(self, ack: ControlAck) -> None:
         waiting = self._in_flight.pop(ack.operation_id, None)
         if waiting is not None and not ack.ok:
-            self._refusals[ack.operation_id] = refusal_of(ack, signal=waiting.signal)
-            while len(self._refusals) > REMEMBERED_REFUSALS:
-                self._refusals.popitem(last=False)
+            self._rejections[ack.operation_id] = rejection_of(ack, signal=waiting.signal)
+            while len(self._rejections) > REMEMBERED_REJECTIONS:
+                self._rejections.popitem(last=False)
         logger.info(
             "signal answered",
             extra={

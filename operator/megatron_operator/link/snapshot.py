@@ -31,16 +31,17 @@ NAMES_TOLD = 8
 def snapshot_of(
     reply: StatusReply,
     *,
-    refusals: Mapping[str, OperationReport],
+    rejections: Mapping[str, OperationReport],
     canaries: Mapping[str, CanaryReport] | None = None,
     idle_seconds: float = 0.0,
 ) -> CoordinatorSnapshot:
     """Return the snapshot of STATUS_REPLY.
 
-    refusals: signals that the coordinator rejected at once and may not remember; operations in `reply` take precedence.
+    rejections: signals that the coordinator rejected at once and may not remember; operations in `reply` take
+                precedence.
     canaries, idle_seconds: measured by the link.
     """
-    operations = dict(refusals)
+    operations = dict(rejections)
     operations.update({operation.operation_id: _operation(operation) for operation in reply.operations})
     return CoordinatorSnapshot(
         reachable=True,
@@ -86,7 +87,7 @@ def without_traffic(snapshot: CoordinatorSnapshot) -> CoordinatorSnapshot:
     return replace(snapshot, queue_length=int(waits), idle_seconds=0.0, engines=engines)
 
 
-def refusal_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
+def rejection_of(ack: ControlAck, *, signal: SignalKind) -> OperationReport:
     """Return the report of a signal that was answered with `ok: false`."""
     return OperationReport(
         outcome=OperationOutcome.FAILED,

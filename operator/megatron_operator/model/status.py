@@ -49,7 +49,7 @@ class Lifecycle(ApiModel):
     weights: str | None = Field(default=None, description="UPDATE_WEIGHTS: revision of the weights.")
     source: str | None = Field(default=None, description="UPDATE_WEIGHTS: source of the weights.")
     epoch: int | None = Field(default=None, description="UPDATE_WEIGHTS: epoch of the weights.")
-    refused: bool | None = Field(default=None, description="Whether it failed without an effect.")
+    rejected: bool | None = Field(default=None, description="Whether it failed without an effect.")
     since: str | None = Field(
         default=None, description="Time when it was started, confirmed or failed.", json_schema_extra=TIME
     )

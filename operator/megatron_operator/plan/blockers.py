@@ -20,7 +20,7 @@ def component_pods(scene: Scene, component: str) -> list[PodView]:
     return [pod for pod in scene.world.pods if pod.component == component]
 
 
-def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
+def rejection(scene: Scene, *, name: str | None = None) -> Finding | None:
     """Return the first rejected child, of all or of this name."""
     unrendered = scene.rendered.template_error if name is None else scene.rendered.shared[1].get(name)
     if unrendered is not None:
@@ -31,7 +31,7 @@ def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
         if manifest is not None:
             manifests.append(manifest)
     for manifest in manifests:
-        found = scene.rendered.refused(manifest)
+        found = scene.rendered.rejected(manifest)
         if found is not None and name in (None, child_ref(manifest).name):
             return found
     return None
@@ -39,7 +39,7 @@ def refusal(scene: Scene, *, name: str | None = None) -> Finding | None:
 
 def coordinator_wait(scene: Scene) -> Finding:
     """Return why the coordinator does not answer, as reason and what is waited for."""
-    found = refusal(scene, name=scene.ctx.coordinator_name)
+    found = rejection(scene, name=scene.ctx.coordinator_name)
     pods = component_pods(scene, COORDINATOR)
     found = found or first_diagnosis(pods)
     if found is not None:
@@ -55,7 +55,7 @@ def server_wait(scene: Scene) -> Finding | None:
     pods = component_pods(scene, SERVER)
     if any(pod.ready and not pod.deleting for pod in pods):
         return None
-    found = refusal(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
+    found = rejection(scene, name=scene.ctx.server_name) or first_diagnosis(pods)
     if found is not None:
         return found[0], f"a front end: {found[1]}"
     return Reason.SERVER_STARTING, "a front end's pod to become ready"
@@ -67,9 +67,9 @@ def engine_finding(scene: Scene, engine: EngineView) -> Finding | None:
         return Reason.RESTART_BUDGET_EXHAUSTED, engine.budget.exhausted
     manifest = scene.rendered.engine_manifest(engine.index, pods=scene.pods_for(engine))
     if manifest is not None:
-        refused = scene.rendered.refused(manifest)
-        if refused is not None:
-            return refused
+        rejected = scene.rendered.rejected(manifest)
+        if rejected is not None:
+            return rejected
     found = first_diagnosis(engine.pods)
     if found is not None:
         return found
@@ -112,7 +112,7 @@ def engines_wait(scene: Scene) -> Finding:
 
 def degradation(scene: Scene) -> Finding | None:
     """Return any error that waiting alone may not resolve."""
-    found = refusal(scene)
+    found = rejection(scene)
     if found is not None:
         return found
     for engine in scene.wanted:

@@ -19,7 +19,7 @@ def _cause(reason: Reason, pattern: str, remedy: str) -> Cause:
     return Cause(reason, re.compile(pattern, re.IGNORECASE), remedy)
 
 
-LAST_WORDS: tuple[Cause, ...] = (
+TERMINATION_MESSAGE: tuple[Cause, ...] = (
     _cause(
         Reason.GPU_OUT_OF_MEMORY,
         r"CUDA out of memory|OutOfMemoryError|CUDA error: out of memory",
@@ -109,5 +109,5 @@ EXIT_CODES: dict[int, str] = {
 }
 
 
-def find_cause(text: str, causes: tuple[Cause, ...] = LAST_WORDS) -> Cause | None:
+def find_cause(text: str, causes: tuple[Cause, ...] = TERMINATION_MESSAGE) -> Cause | None:
     return next((cause for cause in causes if cause.pattern.search(text)), None)

@@ -40,7 +40,7 @@ def decide(world: World) -> Decision:
         status=status,
         actions=_once((*actions, *verdict.actions, *_events(world.resource.status, status))),
         attentive=bool(verdict.step) or scene.may_wake,
-        requeue_after=_soonest(verdict.requeue_after, scene.rendered.refusal_retry_in),
+        requeue_after=_soonest(verdict.requeue_after, scene.rendered.rejection_retry_in),
     )
 
 
@@ -82,7 +82,7 @@ def _events(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[EmitEve
     return events
 
 
-def refuse_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
+def reject_spec(*, status: Mapping[str, Any], generation: int, error: str, now: datetime) -> Decision:
     """Return the decision for a spec that this version cannot parse: report it, change nothing."""
     error = printable(error)
     before = {entry["type"]: entry for entry in status.get("conditions") or ()}

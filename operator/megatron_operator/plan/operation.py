@@ -28,7 +28,7 @@ from megatron_operator.plan.world import CoordinatorSnapshot, Signal, World
 
 Phase = LifecyclePhase
 
-REFUSALS = frozenset({409, 412, 423, 424})
+REJECTIONS = frozenset({409, 412, 423, 424})
 """Error codes without an effect: illegal in this state, stale fence, another in progress, engines missing."""
 
 UNSETTLED = frozenset({CoordinatorState.RECOVERING, CoordinatorState.STOPPING})
@@ -52,7 +52,7 @@ class Operation:
     """UPDATE_WEIGHTS: revision of the weights; `source` and `epoch` are theirs, too."""
     source: str | None = None
     epoch: int | None = None
-    refused: bool = False
+    rejected: bool = False
     """It failed without an effect."""
 
     @property
@@ -61,7 +61,7 @@ class Operation:
 
     def over(self, signal: SignalKind, *, engine: str | None = None) -> bool:
         """Return whether it was this signal, and its effect is complete."""
-        done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.refused)
+        done = self.phase is Phase.CONFIRMED or (self.phase is Phase.FAILED and not self.rejected)
         return done and self.signal is signal and self.engine == engine
 
     def to_status(self) -> dict[str, Any]:
@@ -78,7 +78,7 @@ class Operation:
             "weights": self.weights,
             "source": self.source,
             "epoch": self.epoch,
-            "refused": self.refused or None,
+            "rejected": self.rejected or None,
             "since": self.since,
         }
         return {key: value for key, value in fields.items() if value is not None}
@@ -102,7 +102,7 @@ def from_status(lifecycle: Mapping[str, Any]) -> Operation | None:
         weights=lifecycle.get("weights"),
         source=lifecycle.get("source"),
         epoch=lifecycle.get("epoch"),
-        refused=bool(lifecycle.get("refused", False)),
+        rejected=bool(lifecycle.get("rejected", False)),
     )
 
 
@@ -161,7 +161,7 @@ def _ask(operation: Operation, world: World) -> Operation | None:
         phase=Phase.FAILED,
         since=stamp(world.now),
         message=report.message or "the coordinator gave no reason",
-        refused=report.code in REFUSALS,
+        rejected=report.code in REJECTIONS,
     )
 
 

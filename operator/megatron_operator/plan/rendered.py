@@ -8,7 +8,7 @@ from functools import cached_property
 from megatron_operator.model.conditions import Reason
 from megatron_operator.plan.engine_view import EngineView
 from megatron_operator.plan.reduce import child_ref
-from megatron_operator.plan.world import ChildRef, Manifest, Refusal, World
+from megatron_operator.plan.world import ChildRef, Manifest, Rejection, World
 from megatron_operator.render import revision as revision_render
 from megatron_operator.render.children import plain_children
 from megatron_operator.render.context import SERVER, InvalidPodTemplate, NotAllowed, RenderContext, manifest_hash
@@ -19,7 +19,7 @@ from megatron_operator.render.server import server_deployment
 Finding = tuple[Reason, str]
 
 APPS = "apps/v1"
-REFUSAL_RETRY_SECONDS = 15
+REJECTION_RETRY_SECONDS = 15
 """Interval at which a rejected child is applied again, because quotas and admission rules change without an event."""
 
 
@@ -109,7 +109,7 @@ class Rendered:
             manifest = engine_statefulset(self.ctx, index, pods=count)
         except InvalidPodTemplate:
             manifest = None
-        if count == 0 and (manifest is None or self.refused(manifest) is not None):
+        if count == 0 and (manifest is None or self.rejected(manifest) is not None):
             return engine_statefulset(self._bare_ctx, index, pods=0)
         return manifest
 
@@ -135,32 +135,32 @@ class Rendered:
             return _finding(error)
         return None
 
-    def refused(self, manifest: Manifest) -> tuple[Reason, str] | None:
+    def rejected(self, manifest: Manifest) -> tuple[Reason, str] | None:
         """Return the API server's last rejection of this manifest."""
         ref = child_ref(manifest)
-        refusal = self.world.refusals.get(ref)
-        if refusal is None or refusal.hash != manifest_hash(manifest):
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or rejection.hash != manifest_hash(manifest):
             return None
-        template = ref.kind in ("Deployment", "StatefulSet") and refusal.code in (400, 422)
+        template = ref.kind in ("Deployment", "StatefulSet") and rejection.code in (400, 422)
         reason = Reason.INVALID_POD_TEMPLATE if template else Reason.CHILD_REFUSED
-        return reason, f"the API server rejects {ref} ({refusal.code}): {refusal.message}"
+        return reason, f"the API server rejects {ref} ({rejection.code}): {rejection.message}"
 
     def may_offer(self, manifest: Manifest) -> bool:
         """Return whether it was not rejected, or may be applied again."""
-        return self.refused(manifest) is None or self.just_refused(child_ref(manifest)) is None
+        return self.rejected(manifest) is None or self.just_rejected(child_ref(manifest)) is None
 
-    def just_refused(self, ref: ChildRef) -> Refusal | None:
+    def just_rejected(self, ref: ChildRef) -> Rejection | None:
         """Return the last rejection of a child, until it may be applied again."""
-        refusal = self.world.refusals.get(ref)
-        if refusal is None or (self.world.now - refusal.at).total_seconds() >= REFUSAL_RETRY_SECONDS:
+        rejection = self.world.rejections.get(ref)
+        if rejection is None or (self.world.now - rejection.at).total_seconds() >= REJECTION_RETRY_SECONDS:
             return None
-        return refusal
+        return rejection
 
     @cached_property
-    def refusal_retry_in(self) -> float | None:
+    def rejection_retry_in(self) -> float | None:
         """Seconds until the next rejected child is applied again; None if none is rejected."""
-        ages = [(self.world.now - refusal.at).total_seconds() for refusal in self.world.refusals.values()]
-        return min((REFUSAL_RETRY_SECONDS - age for age in ages if age < REFUSAL_RETRY_SECONDS), default=None)
+        ages = [(self.world.now - rejection.at).total_seconds() for rejection in self.world.rejections.values()]
+        return min((REJECTION_RETRY_SECONDS - age for age in ages if age < REJECTION_RETRY_SECONDS), default=None)
 
 
 def _finding(error: InvalidPodTemplate) -> Finding:

@@ -56,7 +56,7 @@ def upkeep(scene: Scene) -> list[Action]:
 def _keys(scene: Scene) -> list[Action]:
     """Create the Secret once, and let it accept the current admin key of this operator."""
     name, keys = scene.ctx.keys_name, scene.world.keys
-    if not scene.world.settings.security or scene.rendered.just_refused(ChildRef("Secret", name)) is not None:
+    if not scene.world.settings.security or scene.rendered.just_rejected(ChildRef("Secret", name)) is not None:
         return []
     if ChildRef("Secret", name) not in scene.world.children:
         return [CreateKeys(name, scene.next_keys)]
@@ -72,7 +72,7 @@ def _try_again(scene: Scene) -> list[Action]:
     if scene.old_model:
         waiting.append(rendered.server)
     for manifest in waiting:
-        if manifest is not None and rendered.refused(manifest) is not None and rendered.may_offer(manifest):
+        if manifest is not None and rendered.rejected(manifest) is not None and rendered.may_offer(manifest):
             return [VetChild(manifest, manifest_hash(manifest), child_ref(manifest))]
     return []
 

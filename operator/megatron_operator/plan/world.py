@@ -238,7 +238,7 @@ UNREACHABLE = CoordinatorSnapshot()
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class Rejection:
     """The API server's last error for the apply of a child."""
 
     hash: str
@@ -266,7 +266,7 @@ class World:
     coordinator: CoordinatorSnapshot = UNREACHABLE
     keys: KeysView | None = None
     """None without security, or before the Secret exists."""
-    refusals: Mapping[ChildRef, Refusal] = field(default_factory=dict)
+    rejections: Mapping[ChildRef, Rejection] = field(default_factory=dict)
     vetted: Mapping[ChildRef, str] = field(default_factory=dict)
     """Hash of the manifest of each child that the API server last accepted in a dry run of this process."""
     failed_creations: Mapping[str, str] = field(default_factory=dict)
@@ -284,10 +284,10 @@ class World:
     @property
     def fence_offset(self) -> int:
         """The offset of the status, raised by at most MAX_FENCE_JUMP if the coordinator has received a higher fence."""
-        return self._stored_offset + self._jump if self.refused_fence is None else self._stored_offset
+        return self._stored_offset + self._jump if self.rejected_fence is None else self._stored_offset
 
     @property
-    def refused_fence(self) -> int | None:
+    def rejected_fence(self) -> int | None:
         """The fence that the coordinator reports, if it is too far above this leader's to be accepted."""
         fence = self.coordinator.fence
         return fence if self._jump > MAX_FENCE_JUMP or (self._jump and fence >= MAX_FENCE) else None
@@ -331,14 +331,14 @@ class ApplyChild:
 
     manifest: Manifest
     hash: str
-    """The manifest's hash annotation; recorded in a `Refusal` if the API server rejects it."""
+    """The manifest's hash annotation; recorded in a `Rejection` if the API server rejects it."""
     ref: ChildRef
 
 
 @dataclass(frozen=True, slots=True)
 class VetChild:
     """Apply a manifest in a dry run, so that no engine is drained for a template that the API server rejects. The
-    answer is in the next World's `vetted` or `refusals`."""
+    answer is in the next World's `vetted` or `rejections`."""
 
     manifest: Manifest
     hash: str

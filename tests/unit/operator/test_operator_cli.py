@@ -39,7 +39,7 @@ def test_render_prints_the_children() -> None:
     assert "Secret" not in kinds
 
 
-def test_a_bad_file_is_refused_with_every_field(tmp_path: Path) -> None:
+def test_a_bad_file_is_rejected_with_every_field(tmp_path: Path) -> None:
     bad = yaml.safe_load(DEMO.read_text())
     bad["spec"]["replicas"] = -1
     bad["spec"]["model"]["source"] = {}
@@ -51,7 +51,7 @@ def test_a_bad_file_is_refused_with_every_field(tmp_path: Path) -> None:
     assert "spec.model.source: 0 sources are set" in result.output
 
 
-def test_plan_says_what_restarts_and_why(tmp_path: Path) -> None:
+def test_plan_lists_what_restarts_and_why(tmp_path: Path) -> None:
     changed = tmp_path / "new.yaml"
     changed.write_text(DEMO.read_text().replace("maxRequests: 16", "maxRequests: 8"))
     result = _run("plan", "-f", str(changed), "--against", str(DEMO))
@@ -61,13 +61,13 @@ def test_plan_says_what_restarts_and_why(tmp_path: Path) -> None:
     assert _run("plan", "-f", str(DEMO), "--against", str(DEMO)).output == "nothing changes\n"
 
 
-def test_plan_refuses_to_compare_two_resources(tmp_path: Path) -> None:
+def test_plan_rejects_two_different_resources(tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(DEMO.read_text().replace("name: demo", "name: other"))
     assert _run("plan", "-f", str(other), "--against", str(DEMO)).exit_code == 1
 
 
-def test_explain_tells_the_chain_to_what_is_waited_for(make_cluster: Any) -> None:
+def test_explain_shows_the_chain_of_causes(make_cluster: Any) -> None:
     cluster = make_cluster(replicas=1)
     cluster.broken_engines.add("demo-engine-0")
     cluster.settle()
@@ -119,7 +119,7 @@ def test_generated_files_are_current(name: str) -> None:
     assert (ROOT / name).read_text() == generated_files()[name], "run `python -m megatron_operator.generate`"
 
 
-def test_the_operator_may_not_list_secrets_or_touch_what_it_has_no_business_with() -> None:
+def test_the_operator_has_no_permission_to_list_secrets_or_change_foreign_objects() -> None:
     rules = [
         rule
         for manifest in install_manifests(namespace="n", image="i", runtime_image="r")

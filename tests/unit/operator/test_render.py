@@ -246,7 +246,7 @@ def test_null_removes_a_field() -> None:
         ({"spec": {"containers": [{"image": "x"}]}}, r"f.spec.containers\[0\]: has no 'name'"),
     ],
 )
-def test_a_template_of_the_wrong_shape_is_refused_by_path(overlay: dict[str, Any], where: str) -> None:
+def test_a_template_of_the_wrong_shape_is_rejected_by_path(overlay: dict[str, Any], where: str) -> None:
     with pytest.raises(InvalidPodTemplate, match=where):
         merge_template(BASE, overlay, field="f")
 
@@ -348,7 +348,7 @@ def test_every_container_but_an_engines_has_a_memory_limit() -> None:
         ({"limits": {"cpu": "2"}}, {"limits": {"cpu": "2", "memory": "4Gi"}, "requests": {"cpu": "50m"}}),
     ],
 )
-def test_a_pod_template_has_the_last_word_on_memory(
+def test_a_pod_template_overrides_the_memory_limit(
     component: str, given: dict[str, Any], rendered: dict[str, Any]
 ) -> None:
     overlay = {"spec": {"containers": [{"name": component, "resources": given}]}}
@@ -381,7 +381,7 @@ def test_servers_have_probes_and_metrics_on_a_port_of_their_own(tls: dict[str, s
     assert allowed == [8000, 8080]
 
 
-def test_what_keys_share_and_priorities_are_arguments_of_the_server_alone() -> None:
+def test_shares_and_priorities_are_arguments_of_the_server_only() -> None:
     plain = _pods(_context())
     changed = _pods(_context(server={"sharePrefixCache": True, "allowPriority": True}))
     assert [name for name, pod in plain.items() if changed[name] != pod] == ["demo-server"]

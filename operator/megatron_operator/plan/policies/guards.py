@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_operator.model.conditions import Reason
 from megatron_operator.model.states import DesiredState, ResourceState
-from megatron_operator.plan.blockers import engines_wait, refusal, server_wait
+from megatron_operator.plan.blockers import engines_wait, rejection, server_wait
 from megatron_operator.plan.policies.verdict import Verdict, waiting
 from megatron_operator.plan.scene import Scene
 from megatron_operator.plan.world import MAX_FENCE_JUMP
@@ -58,7 +58,7 @@ def restart_budget_exhausted(scene: Scene) -> Verdict | None:
 
 def stale_fence(scene: Scene) -> Verdict | None:
     """The coordinator reports a fence that no leader can have sent, and would reject every signal."""
-    seen, own = scene.world.refused_fence, scene.world.fence
+    seen, own = scene.world.rejected_fence, scene.world.fence
     if seen is None or scene.stopped:
         return None
     most = min(own + MAX_FENCE_JUMP, MAX_FENCE) - 1
@@ -94,9 +94,9 @@ def settled_quiet(scene: Scene) -> Verdict | None:
     return Verdict(found[1], message, scene.operation, requeue_after=requeue)
 
 
-def child_refused(scene: Scene) -> Verdict | None:
+def child_rejected(scene: Scene) -> Verdict | None:
     """A child cannot be rendered or the API server rejects it."""
-    found = refusal(scene)
+    found = rejection(scene)
     if found is None:
         return None
     return waiting(scene, found[0], "applying children", f"a corrected spec: {found[1]}", requeue_after=60.0)

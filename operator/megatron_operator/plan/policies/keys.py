@@ -52,9 +52,9 @@ def _step(generation: int) -> str:
 
 def _go_on(scene: Scene, generation: int, stage: KeyStage, waits_for: str) -> Verdict:
     name = scene.ctx.keys_name
-    refusal = scene.rendered.just_refused(ChildRef("Secret", name))
-    if refusal is not None:
-        on = f"Secret {name} to be writable; the API server said {refusal.code}: {refusal.message}"
+    rejection = scene.rendered.just_rejected(ChildRef("Secret", name))
+    if rejection is not None:
+        on = f"Secret {name} to be writable; the API server said {rejection.code}: {rejection.message}"
         return waiting(scene, Reason.CHILD_REFUSED, _step(generation), on)
     actions: tuple[RotateKeys | EmitEvent, ...] = (RotateKeys(name, generation, stage),)
     if stage is KeyStage.SETTLED:

@@ -27,12 +27,12 @@ def _appliable(scene: Scene, engine: EngineView) -> bool:
     manifest = scene.rendered.engine_manifest(engine.index)
     found = engine.statefulset
     usable = found is not None and found.owned and not found.deleting
-    return usable and manifest is not None and scene.rendered.refused(manifest) is None
+    return usable and manifest is not None and scene.rendered.rejected(manifest) is None
 
 
-def _server_refused(scene: Scene) -> bool:
+def _server_rejected(scene: Scene) -> bool:
     server = scene.rendered.server
-    return server is not None and scene.rendered.refused(server) is not None
+    return server is not None and scene.rendered.rejected(server) is not None
 
 
 def _unvetted(scene: Scene, engine: EngineView, *others: Manifest) -> Verdict | None:
@@ -67,7 +67,7 @@ def replace_model(scene: Scene) -> Verdict | None:
     server = scene.rendered.server
     if not old or scene.desired is not DesiredState.RUNNING:
         return None
-    if server is None or _server_refused(scene):
+    if server is None or _server_rejected(scene):
         return None
     serving = [engine for engine in old if engine.serving]
     operation = scene.operation
@@ -111,7 +111,7 @@ def rollout(scene: Scene) -> Verdict | None:
     engines = [engine for engine in scene.wanted if engine.scaled > 0]
     if any(engine.stale and not _appliable(scene, engine) for engine in engines):
         return None
-    if scene.old_model and _server_refused(scene):
+    if scene.old_model and _server_rejected(scene):
         # The existing OpenAI servers cannot use engines of another model.
         return None
     limit = scene.ctx.spec.rollout.max_unavailable
