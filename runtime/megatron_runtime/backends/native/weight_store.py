@@ -89,7 +89,7 @@ class WeightStore:
         self._staged = None
 
     def use_source(self, source: str) -> None:
-        """Make load() read these weights from now on; only while none are loaded."""
+        """Make load() read these weights from now on. Only while no weights are loaded."""
         assert self.weights is None, "weights are in use: stage() and swap()"
         self.source = resolve(source)
         self._signature = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Unpack
 
 import numpy as np
@@ -85,14 +86,12 @@ class CpuExecutor(TorchExecutor):
         else:
             shard = groups.shard if groups is not None else None
             self.model = build_decoder(config, weights, shard=shard, collectives=groups)
-        if self._make_forward is not None:
-            self._run = self._make_forward(self.model, self.dtype)
+        make_forward = self._make_forward or (lambda model, dtype: partial(forward, model, dtype=dtype))
+        self._run = make_forward(self.model, self.dtype)
 
     def _forward(self, plan: StepPlan, cache_LPXE: torch.Tensor) -> ForwardStep:
-        if self._run is not None:
-            return self._run(plan, cache_LPXE)
-        assert self.model is not None, "execute() checks that the weights are loaded"
-        return forward(self.model, plan, cache_LPXE, dtype=self.dtype)
+        assert self._run is not None, "execute() checks that the weights are loaded"
+        return self._run(plan, cache_LPXE)
 
     def _forward_part(
         self, plan: StepPlan, batch: MicroBatch, cache_LPXE: torch.Tensor, groups: Groups
