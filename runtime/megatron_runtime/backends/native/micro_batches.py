@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -132,8 +132,8 @@ class StepSizes(NamedTuple):
     rows: int
     length: int
 
-    def at_most(self, other: StepSizes) -> Self:
-        return self._make(map(min, self, other))
+    def at_most(self, other: StepSizes) -> StepSizes:
+        return StepSizes(*map(min, self, other))
 
 
 CPU = StepSizes(tokens=32, rows=8, length=32)

@@ -279,7 +279,7 @@ class LeaderChannel(_Channel):
             Kind.HELLO: self._note_hello,
             Kind.ANSWER: self._note_answer,
             Kind.FAILED: self._note_failure,
-            Kind.LEAVE: lambda _message: self.on_leave(),
+            Kind.LEAVE: self._note_leave,
         }
         self._watch = StepWatch(step_timeout_seconds)
         self._last_step: tuple[int, Kind] = (0, Kind.STEP)
@@ -385,6 +385,9 @@ class LeaderChannel(_Channel):
         with self._changed:
             super()._dispatch(message)
             self._changed.notify_all()
+
+    def _note_leave(self, _message: Message) -> None:
+        self.on_leave()
 
     def _note_hello(self, message: Message) -> None:
         self._peers[message.rank].has_said_hello = True
