@@ -79,7 +79,7 @@ class SimulatedRanks(Ranks):
         if stall is not None:
             await asyncio.sleep(stall.seconds)
         if self._due(self._faults.of(FailVerb), signal, rank) is not None:
-            return f"injected fault: {signal.name} fails"
+            return f"{signal.name} fails: injected fault"
         self.acted[rank][signal] += 1
         return None
 

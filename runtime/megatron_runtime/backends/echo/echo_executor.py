@@ -169,4 +169,4 @@ class EchoExecutor:
         if seconds:
             time.sleep(seconds)
         if any(fault.at == self._steps for fault in self._faults.of(FailStep)):
-            raise InjectedFaultError(f"injected fault: step {self._steps} fails")
+            raise InjectedFaultError(f"step {self._steps} fails: injected fault")
