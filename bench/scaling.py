@@ -24,8 +24,7 @@ import numpy as np
 import psutil
 import torch
 
-from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.cpu.forward import forward
+from megatron_runtime.backends.native.cpu.executor import CpuExecutor, forward
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.checkpoints.checkpoint import open_checkpoint
 from megatron_runtime.checkpoints.source import resolve

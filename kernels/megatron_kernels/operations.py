@@ -1,5 +1,4 @@
-"""The operations as types: what every implementation of one accepts and returns. Their meaning is told where the
-reference of each is, in the file of its name."""
+"""The signatures of the operations. The reference of each operation, in the file of its name, documents it."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from megatron_runtime.backends.native.select import select_executor
+from megatron_runtime.backends.native.build import select_executor
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.checkpoints.source import ModelSource, resolve

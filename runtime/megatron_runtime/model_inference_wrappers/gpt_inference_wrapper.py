@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron_runtime.backends.native.cpu.executor import ForwardPass
-from megatron_runtime.backends.native.cpu.forward import forward
+from megatron_runtime.backends.native.cpu.executor import ForwardPass, forward
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.backends.native.torch_executor import ForwardStep
 from megatron_runtime.models.decoder import DecoderModel

@@ -15,9 +15,8 @@ from soak import SOAK
 from torch import nn
 
 from megatron_runtime.apis import MegatronLLM
-from megatron_runtime.backends.native.build import build_native
+from megatron_runtime.backends.native.build import build_native, select_executor
 from megatron_runtime.backends.native.cpu.executor import CpuExecutor
-from megatron_runtime.backends.native.select import select_executor
 from megatron_runtime.backends.native.text import ModelText
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode

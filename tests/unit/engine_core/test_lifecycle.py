@@ -11,7 +11,7 @@ from eventually import LONG_SECONDS, eventually
 from prometheus_client import CollectorRegistry
 
 from megatron_runtime.backends.echo.echo_executor import EchoExecutor, echo_answer, echo_weights
-from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, SingleRank
+from megatron_runtime.backends.native.backend import EngineStopped, NativeBackend, Ranks
 from megatron_runtime.backends.native.engine import EngineCore
 from megatron_runtime.config import InferenceConfig, KVCacheManagementMode
 from megatron_runtime.engine.backend import BackendFailure, CacheEvents, Capability, RankResults, StepOutputs
@@ -150,8 +150,8 @@ async def test_a_failed_signal_is_answered_and_keeps_the_state(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-class FailingRanks(SingleRank):
-    """Implements Ranks: some ranks never confirm."""
+class FailingRanks(Ranks):
+    """Two of four ranks fail."""
 
     count = 4
 

@@ -107,15 +107,15 @@ async def test_evicted_and_cleared_blocks_reach_the_coordinator(served: Served) 
 async def test_a_request_dispatched_to_a_stopping_engine_is_answered_by_another(
     served: Served, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The engine's thread has ended and the coordinator does not know yet: the request must not fail."""
+    """The engine's thread has ended before the coordinator knows: the request does not fail."""
     caplog.set_level("INFO")
     await served.backend.stop()
     answer = asyncio.ensure_future(served.generate([5], 6))
 
-    async def has_come() -> bool:
-        return "came when the engine had stopped" in caplog.text or answer.done()
+    async def has_arrived() -> bool:
+        return "arrived after the engine stopped" in caplog.text or answer.done()
 
-    await eventually(has_come, what="the request at the engine", look_seconds=0.01)
+    await eventually(has_arrived, what="the request at the engine", look_seconds=0.01)
     other = EngineWorker(
         EngineSettings(coordinator=served.address, name="engine-1"),
         NativeBackend(EngineCore(EchoExecutor(page_size=4, num_pages=40), InferenceConfig())),

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron_runtime.backends.native.cpu.forward import lay_out
+from megatron_runtime.backends.native.cpu.executor import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights

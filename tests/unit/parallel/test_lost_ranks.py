@@ -21,8 +21,8 @@ from megatron_runtime.distributed.watch import HEARTBEAT_SECONDS
 
 GREEDY: list[dict[str, Any]] = [{"temperature": 0.0}] * 2
 PROMPTS = [[1, 5, 9, 3], [7] * 20]
-FIRST_STEP = 6
-"""Of a request; before it the ranks describe themselves, load, and warm up in three steps."""
+FIRST_STEP = 7
+"""Number of the first step of a request. The orders before it: sizes, load, digest, and three warm-up steps."""
 STEP_TIMEOUT_SECONDS = 3.0
 
 
