@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
-from megatron_runtime.sampling.log_probs import log_probs
-from megatron_runtime.sampling.sampler import apply_edits, philox4x32, processed_logits, sample, uniform
+from megatron_runtime.sampling.sampler import apply_edits, log_probs, philox4x32, processed_logits, sample, uniform
 
 ONES = 0xFFFFFFFF
 # Known answers of the authors' library Random123 (kat_vectors, philox4x32 with 10 rounds).
