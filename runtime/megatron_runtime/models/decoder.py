@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from megatron_runtime.distributed.groups import Collectives, OneRank
+from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.layers.linear import Embedding, Linear
@@ -91,7 +91,7 @@ class Decoder:
         self.config = config
         self.weights = weights
         self._shard = shard = shard or Shard()
-        self._collectives: Collectives = collectives or OneRank()
+        self._collectives = collectives or Collectives()
         self._heads, self._kv_heads = len(shard.heads(config.num_heads)), len(shard.kv_heads(config.num_kv_heads))
         self._layer_numbers = shard.layers(config.num_layers)
         self._is_local = [config.is_local(layer) for layer in self._layer_numbers]

@@ -66,8 +66,8 @@ class Meeting:
         return found
 
 
-class Group:
-    """Implements Collectives for one rank."""
+class Group(Collectives):
+    """The collectives of one rank, between threads."""
 
     def __init__(self, shard: Shard, tensor: Meeting, expert: Meeting) -> None:
         self._shard, self._tensor, self._expert = shard, tensor, expert

@@ -205,7 +205,7 @@ def test_a_rank_that_is_missing_at_the_rendezvous_is_named(start, options: dict[
     assert engine.exit_codes() == [1, 1, 1]
     written = termination_message(tmp_path, 0)
     assert (written["reason"], written["rank"]) == ("RendezvousFailed", 2)
-    assert "missing are ranks [2] of 4" in written["message"]
+    assert "missing ranks: [2] of 4" in written["message"]
     assert "check that all pods of the engine run" in written["remedy"]
 
 

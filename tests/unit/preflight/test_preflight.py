@@ -116,7 +116,7 @@ async def test_a_name_service_that_does_not_know_this_pod_is_named() -> None:
     broken = PreflightPlan(
         node=0, names=("pod-0.invalid", "pod-1.invalid"), port=free_port(), timeout_seconds=1.0, listen="127.0.0.1"
     )
-    with pytest.raises(PreflightError, match=r"pod-0\.invalid does not find its own name within 1 s .*DNS"):
+    with pytest.raises(PreflightError, match=r"pod-0\.invalid cannot resolve its own name within 1 s .*DNS"):
         await preflight(broken)
 
 
