@@ -1,26 +1,129 @@
-"""The number formats that this machine's CPU supports, by its instruction sets and never by its name."""
+"""Matrices on the CPU: packed linear layers and embeddings, their factory, and the number formats that a CPU supports.
+
+Support is determined by the CPU's instruction sets, never by its name.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from megatron_kernels.cpu.compiled import is_supported
+from megatron_kernels.cpu.compiled import entry, is_supported
+from megatron_kernels.cpu.entry_points import LOOK_UP
+from megatron_kernels.cpu.memory import WeightMemory
+from megatron_kernels.cpu.packing import QUANTIZED_KINDS, PackedMatrix, fits, pack
+from megatron_kernels.cpu.records import PRODUCT
 from megatron_kernels.cpu.switches import Switch, is_on
-from megatron_runtime.models.layers.compiled_linear import Format, NativeLinears
-from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
+from megatron_kernels.cpu.team import shared_team
+from megatron_kernels.cpu.tuning import tuning
+from megatron_kernels.quantized import QuantizedTensor
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+
+Format = Literal["float32", "bfloat16", "int8", "int4"]
 
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
 
 
+class NativeLinear(Linear):
+    """y_TN = x_TK @ weight_NK.T on a packed matrix; activations are float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self.out_features, self.in_features = matrix.outputs, matrix.inputs
+        self._record = matrix.record
+
+    def __call__(self, x_TK: torch.Tensor) -> torch.Tensor:
+        x_TK = x_TK.to(torch.float32).contiguous()
+        count, width = x_TK.shape
+        y_TN = torch.empty(count, self.out_features)
+        inputs = np.empty(count * (5 * width + width // 4), dtype=np.uint8)
+        counter = np.zeros(1, dtype=np.int64)
+        job = np.zeros(1, dtype=PRODUCT)
+        job["counters"], job["matrix"] = counter.ctypes.data, self._record.ctypes.data
+        job["tokens"], job["width"], job["pieces"] = count, width, tuning().pieces
+        job["x"], job["y"], job["shared_inputs"] = x_TK.data_ptr(), y_TN.data_ptr(), inputs.ctypes.data
+        shared_team().run_product(job)
+        return y_TN
+
+    @property
+    def num_bytes(self) -> int:
+        return self.matrix.data.nbytes
+
+    def dense(self) -> torch.Tensor:
+        """Return weight_NK in float32, as it was rounded."""
+        return _rows(self._record, torch.arange(self.out_features), self.in_features)
+
+
+class NativeEmbedding(Embedding):
+    """x_TD = weight_VD[ids_T] of a packed table, float32."""
+
+    def __init__(self, matrix: PackedMatrix) -> None:
+        self.matrix = matrix
+        self._record = matrix.record
+
+    def __call__(self, ids_T: torch.Tensor) -> torch.Tensor:
+        return _rows(self._record, ids_T, self.matrix.inputs)
+
+    def dense(self) -> torch.Tensor:
+        return self(torch.arange(self.matrix.outputs))
+
+
+def _rows(record: npt.NDArray[Any], ids_T: torch.Tensor, inputs: int) -> torch.Tensor:
+    y_TK = np.empty((len(ids_T), inputs), dtype=np.float32)
+    ids = ids_T.to(torch.int64).numpy()
+    entry()(LOOK_UP, record.ctypes.data, ids.ctypes.data, len(ids), y_TK.ctypes.data)
+    return torch.from_numpy(y_TK)
+
+
+class NativeLinears(LinearFactory):
+    """Creates packed matrices. A matrix whose size cannot be packed stays dense, of type float32.
+
+    format: of dense weights. Quantized weights keep their blocks if the format is an integer one, else they are
+            unpacked into the format.
+    """
+
+    def __init__(self, format: Format) -> None:
+        # Four bits are too few for embeddings, whose values are less evenly distributed than other weights.
+        self._format, self._table_format = format, "int8" if format == "int4" else format
+        self.quantized_kinds = QUANTIZED_KINDS
+        self._memory = WeightMemory()
+
+    def settle(self) -> None:
+        """Join the pages of the weights into larger ones, after the last matrix."""
+        if is_on(Switch.LARGE_PAGES):
+            self._memory.join_pages()
+
+    def linear(self, weight_NK: Weight) -> Linear:
+        matrix = self._pack(weight_NK, self._format)
+        return super().linear(weight_NK) if matrix is None else NativeLinear(matrix)
+
+    def embedding(self, weight_VD: Weight) -> Embedding:
+        matrix = self._pack(weight_VD, self._table_format)
+        return super().embedding(weight_VD) if matrix is None else NativeEmbedding(matrix)
+
+    def tied(self, weight_VD: Weight) -> tuple[Embedding, Linear]:
+        matrix = self._pack(weight_VD, self._table_format)
+        return super().tied(weight_VD) if matrix is None else (NativeEmbedding(matrix), NativeLinear(matrix))
+
+    def _pack(self, weight: Weight, format: str) -> PackedMatrix | None:
+        parts: Sequence[torch.Tensor | QuantizedTensor] = [weight] if isinstance(weight, torch.Tensor) else weight
+        return pack(weight, format, self._memory) if all(fits(*part.shape) for part in parts) else None
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """weights:     format of the matrices.
+    """Number formats of a model.
+
+    weights:     format of the matrices.
     activations: type of the computation.
     cache:       type of keys and values.
-    is_native:   compiled steps run them, else torch.
+    is_native:   compiled code runs the steps, else torch.
     """
 
     weights: Format
@@ -29,52 +132,46 @@ class Numbers:
     is_native: bool
 
     def linears(self) -> LinearFactory:
-        """A factory of matrices in this format."""
-        return NativeLinears(self.weights) if self.is_native else DenseLinears(self.activations)
+        """Return a factory of matrices in this format."""
+        return NativeLinears(self.weights) if self.is_native else LinearFactory()
 
 
 def computes_in_bfloat16() -> bool:
-    """True where matrix products in bfloat16 run on instructions made for it (AMX, AVX512-BF16)."""
+    """Return whether the CPU has instructions for matrix products in bfloat16 (AMX, AVX512-BF16)."""
     probes = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")
     return any(getattr(torch.cpu, probe, lambda: False)() for probe in probes)
 
 
-def has_native_steps() -> bool:
-    """True where compiled steps run and are not switched off."""
-    return is_on(Switch.NATIVE) and is_supported()
-
-
 def select_numbers(name: str) -> Numbers:
-    """The numbers to compute with. name: "auto" or a Format.
+    """Return the number formats to compute with. name: "auto" or a Format.
 
-    Compiled steps read bfloat16 weights but compute in float32. Torch runs bfloat16 where the CPU has instructions for
-    it. Raises ValueError naming the formats that this CPU supports.
+    Compiled steps read bfloat16 weights but compute in float32. Torch runs bfloat16 if the CPU has instructions for it.
+    Raises ValueError naming the formats that this CPU supports.
     """
-    is_native = has_native_steps()
+    is_native = is_on(Switch.NATIVE) and is_supported()
     cache = torch.bfloat16 if is_on(Switch.CACHE_IN_BFLOAT16) else torch.float32
+    supported = {"float32": Numbers("float32", torch.float32, torch.float32, is_native)}
+    if is_native:
+        supported["bfloat16"] = Numbers("bfloat16", torch.float32, cache, True)
+        supported["int8"] = Numbers("int8", torch.float32, cache, True)
+        supported["int4"] = Numbers("int4", torch.float32, cache, True)
+    if not is_native or computes_in_bfloat16():
+        supported["bfloat16"] = Numbers("bfloat16", torch.bfloat16, torch.bfloat16, False)
     if name == "auto":
         name = "bfloat16" if computes_in_bfloat16() else "float32"
-    if name == "float32":
-        return Numbers("float32", torch.float32, torch.float32, is_native)
-    if name == "bfloat16":
-        if is_native and not computes_in_bfloat16():
-            return Numbers("bfloat16", torch.float32, cache, True)
-        return Numbers("bfloat16", torch.bfloat16, torch.bfloat16, False)
-    allowed: tuple[Format, ...] = ("float32", "bfloat16", *(("int8", "int4") if is_native else ()))
-    for format in allowed:
-        if name == format:
-            return Numbers(format, torch.float32, cache, True)
-    raise ValueError(
-        f"dtype={name!r} is not supported on this CPU: use auto, {', '.join(allowed)}"
-        + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
-    )
+    if name not in supported:
+        raise ValueError(
+            f"dtype={name!r} is not supported on this CPU: use auto, {', '.join(supported)}"
+            + ("" if is_native else " (int8 and int4 need AVX2 and Linux)")
+        )
+    return supported[name]
 
 
 def default_threads(quota: Path = _QUOTA) -> int:
-    """Torch's choice of threads, but no more than the whole CPUs that a container's limit allows: the kernel would stop
-    further threads in turn while the others wait for them.
+    """Return torch's number of threads, but at most the whole CPUs that a container's limit allows: the kernel would
+    stop further threads in turn while the others wait for them.
 
-    quota: the file `cpu.max` of control groups v2; absent where there is no limit.
+    quota: the file `cpu.max` of control groups v2; absent without a limit.
     """
     threads: int = torch.get_num_threads()
     if quota.is_file():
