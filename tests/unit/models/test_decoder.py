@@ -70,7 +70,7 @@ def smollm(exported: Path) -> Model:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Model:
-    """Random weights with what the built-in model has not: Llama 3.1 rope scaling and an untied head."""
+    """Random weights with features that the built-in model lacks: Llama 3.1 rope scaling and an untied head."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     directory = tmp_path_factory.mktemp("tiny")

@@ -40,7 +40,7 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def test_known_answers() -> None:
+def test_philox_gives_the_published_values() -> None:
     counters, keys, answers = (np.array(column, np.uint64).T for column in zip(*KNOWN_ANSWERS, strict=True))
     assert np.array_equal(philox4x32(counters, keys), answers)
 
@@ -105,7 +105,7 @@ def test_frequencies_are_those_of_the_exact_distribution(
     assert statistic < 35  # chi-square with at most 11 degrees of freedom: p < 0.0003
 
 
-def test_a_row_of_logits_is_drawn_as_its_row_of_the_plan_says() -> None:
+def test_each_row_of_logits_uses_the_parameters_of_its_plan_row() -> None:
     """Rows without a sample, as of prompts under way, lie between."""
     logits = np.random.default_rng(4).normal(size=(6, 40)).astype(np.float32)
     columns = {
@@ -129,7 +129,7 @@ def test_the_likeliest_token_passes_the_highest_min_p(top_k: int, top_p: float) 
     assert np.array_equal(draw(logits, min_p=1.0, top_k=top_k, top_p=top_p), logits.argmax(axis=-1))
 
 
-def test_large_vocabulary_is_drawn_from_whole_however_flat() -> None:
+def test_flat_distribution_over_a_large_vocabulary_is_drawn_completely() -> None:
     """More tokens matter than are sorted at first: every stage of the search must agree with the definition."""
     vocabulary, draws = 9000, 300
     random = np.random.default_rng(2)
@@ -217,13 +217,13 @@ def test_edits_change_the_logits_as_defined(edits: LogitEdits, expected: list[fl
     assert logits.tolist() == expected
 
 
-def test_edits_concern_their_row_alone() -> None:
+def test_edits_change_only_their_row() -> None:
     logits = np.tile(np.array([0.0, 1.0, 2.0, 3.0]), (3, 1))
     edits = {1: LogitEdits(banned=np.array([3, 2], np.int32))}
     assert draw(logits, edits=edits, temperature=0.0).tolist() == [3, 1, 3]
 
 
-def test_log_probs_and_the_likeliest_are_exact() -> None:
+def test_log_probs_and_likeliest_tokens_are_exact() -> None:
     logits = np.random.default_rng(4).normal(size=(5, 100)).astype(np.float32) * 5
     logits[2, 40:43] = 30.0
     tokens = np.array([0, 7, 99, 3, 50])
@@ -238,7 +238,7 @@ def test_log_probs_and_the_likeliest_are_exact() -> None:
     assert log_probs(logits, tokens, top_n=0).row(0, 0) == []
 
 
-def test_processed_logits_are_what_is_drawn_from() -> None:
+def test_tokens_are_drawn_from_the_processed_logits() -> None:
     logits = np.array([1.0, 3.0, 2.0, -1.0], np.float32)
     kept = processed_logits(logits, batch_of(1, temperature=0.5, top_k=2), 0)
     assert kept.tolist() == [-np.inf, 6.0, 4.0, -np.inf]
