@@ -120,8 +120,11 @@ def sample_step(
 
 
 def _joined(parts: list[LogProbs]) -> LogProbs:
-    columns = ([part.chosen_N for part in parts], [part.top_ids_NK for part in parts], [part.top_NK for part in parts])
-    return LogProbs(*map(np.concatenate, columns))
+    return LogProbs(
+        np.concatenate([part.chosen_N for part in parts]),
+        np.concatenate([part.top_ids_NK for part in parts]),
+        np.concatenate([part.top_NK for part in parts]),
+    )
 
 
 def _sample_rows(
