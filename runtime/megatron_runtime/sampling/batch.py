@@ -100,10 +100,12 @@ class _TokenCounts:
         self._columns[0, : len(distinct)] = distinct
 
     def append(self, token: int) -> None:
-        index = self._index.setdefault(token, len(self._index))
-        if index == self._columns.shape[1]:
-            self._columns = np.pad(self._columns, ((0, 0), (0, index)))
-        self._columns[0, index] = token
+        index = self._index.get(token)
+        if index is None:
+            index = self._index[token] = len(self._index)
+            if index == self._columns.shape[1]:
+                self._columns = np.pad(self._columns, ((0, 0), (0, index)))
+            self._columns[0, index] = token
         self._columns[1, index] += 1
 
     def penalties(self, params: SamplingParams) -> Penalties:
