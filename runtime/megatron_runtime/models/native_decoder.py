@@ -59,9 +59,10 @@ def runs_natively(config: ModelConfig, weights: DecoderWeights) -> bool:
 
 
 class NativeDecoder(DecoderModel):
-    """The decoder of a whole model on one rank, for which runs_natively() is true."""
+    """The decoder of a whole model on one rank, if runs_natively()."""
 
     def __init__(self, config: ModelConfig, weights: DecoderWeights) -> None:
+        assert runs_natively(config, weights)
         super().__init__(config, weights)
         self._team = shared_team()
         self._tuning = tuning()
