@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.attention import DecodeGroup, PagedAttention, PrefillChunk
 from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
+from megatron_runtime.models.layers.paged_attention import DecodeGroup, PagedAttention, PrefillChunk
 
 ROWS = (64, 32, 16, 8, 4, 2, 1)
 """Numbers of rows that a product may use if it gives the same bits as with the first number."""

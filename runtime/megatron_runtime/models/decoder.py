@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
-from megatron_runtime.models.layers.attention import (
+from megatron_runtime.models.layers.linear import Embedding, Linear
+from megatron_runtime.models.layers.paged_attention import (
     AttentionBatch,
     PagedAttention,
     Rotation,
     inverse_frequencies,
     rotation,
 )
-from megatron_runtime.models.layers.linear import Embedding, Linear
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

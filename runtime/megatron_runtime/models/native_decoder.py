@@ -17,7 +17,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights
-from megatron_runtime.models.layers.cpu import NativeLinear
+from megatron_runtime.models.layers.compiled_linear import NativeLinear
 
 Float32 = npt.NDArray[np.float32]
 _WORDS = {name: number for number, name in enumerate(STEP.names or ())}
@@ -146,7 +146,7 @@ class NativeDecoder(DecoderModel):
             inputs=config.hidden_size,
             has_prompts=sizes.has_prompts,
         )
-        # A row of inputs: floats, bytes, and a scale and a sum of every 32.
+        # A row of inputs: floats, bytes, and a scale and a sum of each 32.
         row = width + width // 4 + width // 16
         threads, private_rows = self._team.threads, self._tuning.private_rows
         arrays = {

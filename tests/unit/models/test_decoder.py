@@ -7,7 +7,7 @@ import torch
 
 from megatron_runtime.checkpoints.safetensors import SafetensorsCheckpoint
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.models.weights import load_weights
 
 PAGE = 16

@@ -65,7 +65,7 @@ def test_greedy_answers_are_those_of_transformers() -> None:
 
 
 @pytest.mark.skipif(not soak.SOAK, reason="a vocabulary of 262k pieces takes seconds to compile")
-def test_vocabulary_equals_transformers() -> None:
+def test_its_vocabulary() -> None:
     tokenizer = load_tokenizer(MODEL)
     for text, ids in PROMPTS.items():
         assert tokenizer.encode(text) == ids

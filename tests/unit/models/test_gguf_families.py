@@ -14,7 +14,7 @@ from megatron_runtime.checkpoints.checkpoint import tensors
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
-from megatron_runtime.models.layers.attention import inverse_frequencies
+from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 ARCHITECTURES = {
@@ -137,7 +137,7 @@ def test_a_file_reads_back_as_transformers_has_it(family: str, tmp_path: Path) -
             assert torch.equal(found.read(name, part), found.read(name)[part]), name
 
 
-def test_llama_3_rope_scaling_is_read_from_frequency_factors(tmp_path: Path) -> None:
+def test_rope_scaling_of_llama_3_is_read_from_the_factors_it_comes_to(tmp_path: Path) -> None:
     model = make("llama")
     model.config.rope_parameters["rope_theta"] = 500000.0
     # What Llama 3.2 asks for, for pairs of one head.
@@ -152,7 +152,7 @@ def test_llama_3_rope_scaling_is_read_from_frequency_factors(tmp_path: Path) -> 
         GGUFCheckpoint(tmp_path / "other.gguf")
 
 
-def test_linear_rope_scaling_is_read_and_other_kinds_are_rejected(tmp_path: Path) -> None:
+def test_linear_rope_scaling_is_read_and_other_kinds_are_refused(tmp_path: Path) -> None:
     model = make("gemma3_text")
     linear = {"add_rope_scaling_type": gguf.RopeScalingType.LINEAR, "add_rope_scaling_factor": 8.0}
     write("gemma3_text", model, tmp_path / "linear.gguf", **linear)

@@ -1,4 +1,4 @@
-"""The peak memory of loading: the weights, at most one tensor, and the resident part of the mapped file."""
+"""What loading takes beside the weights themselves: no more than one tensor, and what of the file is mapped."""
 
 import json
 import subprocess
@@ -87,7 +87,7 @@ def write_gguf(path: Path) -> Path:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="a peak can be reset on Linux only")
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "gguf"])
-def test_peak_memory_of_loading_is_the_weights_and_one_tensor(form: str, tmp_path: Path) -> None:
+def test_loading_takes_the_weights_and_at_most_one_tensor(form: str, tmp_path: Path) -> None:
     if form == "gguf":
         source = write_gguf(tmp_path / "m.gguf")
     else:

@@ -1,4 +1,4 @@
-"""Model references, GGUF and safetensors: exact values, and errors that name the cause."""
+"""Model references, GGUF and safetensors: exact values, and refusals that name what is wrong."""
 
 import json
 from pathlib import Path
@@ -93,13 +93,13 @@ def test_rotary_rows_return_to_the_order_of_transformers(tmp_path: Path) -> None
         assert not np.array_equal(ours, stored)
 
 
-def test_unknown_architecture_is_rejected_by_name(tmp_path: Path) -> None:
+def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", architecture="mamba")
     with pytest.raises(UnsupportedModelError, match=r"'mamba'.* llama, qwen2"):
         GGUFCheckpoint(tmp_path / "m.gguf")
 
 
-def test_unknown_tensor_is_rejected_by_name(tmp_path: Path) -> None:
+def test_an_unknown_tensor_is_refused_by_name(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", extra_tensor="blk.0.attn_gate")
     with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_gate\.weight"):
         GGUFCheckpoint(tmp_path / "m.gguf")
@@ -111,7 +111,7 @@ def test_a_missing_tensor_is_named(tmp_path: Path) -> None:
         load_weights(GGUFCheckpoint(tmp_path / "m.gguf"), torch.float32)
 
 
-def test_truncated_file_is_rejected(tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     write_gguf(path)
     path.write_bytes(path.read_bytes()[:-4096])
@@ -157,7 +157,7 @@ def test_an_exported_model_reads_back_the_same(exported: Path) -> None:
         ),
     ],
 )
-def test_unsupported_configuration_is_rejected_by_name(
+def test_an_unsupported_configuration_is_refused_by_name(
     exported: Path, tmp_path: Path, change: dict[str, object], named: str
 ) -> None:
     values = json.loads((exported / "config.json").read_text()) | change

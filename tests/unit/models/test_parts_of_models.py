@@ -17,7 +17,7 @@ from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import ParallelSizes, Shard
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.attention import AttentionBatch, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, PrefillChunk
 from megatron_runtime.models.tensors import Checkpoint, Part
 from megatron_runtime.models.weights import load_weights
 

@@ -1,4 +1,4 @@
-"""Directories of safetensors: several files, parts, types, and errors before any tensor is read."""
+"""Directories of safetensors: several files, parts, types; what is wrong is named before anything is read."""
 
 import json
 import struct
@@ -78,7 +78,7 @@ def test_a_missing_file_is_named(model: Path, tmp_path: Path) -> None:
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_truncated_file_is_rejected_with_sizes(model: Path, tmp_path: Path) -> None:
+def test_a_file_that_was_cut_short_is_refused_with_numbers(model: Path, tmp_path: Path) -> None:
     path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
     size = path.stat().st_size
     path.write_bytes(path.read_bytes()[: size - 100])
@@ -89,7 +89,7 @@ def test_truncated_file_is_rejected_with_sizes(model: Path, tmp_path: Path) -> N
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_inconsistent_header_is_rejected(model: Path, tmp_path: Path) -> None:
+def test_a_header_that_contradicts_itself_is_refused(model: Path, tmp_path: Path) -> None:
     path = copy(model, tmp_path, lambda held: None) / "model.safetensors"
     header = json.dumps({"model.norm.weight": {"dtype": "F32", "shape": [32], "data_offsets": [0, 64]}}).encode()
     path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64))
@@ -100,14 +100,14 @@ def test_inconsistent_header_is_rejected(model: Path, tmp_path: Path) -> None:
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_tensor_in_two_files_is_rejected(model: Path, tmp_path: Path) -> None:
+def test_a_tensor_in_two_files_is_refused(model: Path, tmp_path: Path) -> None:
     copy(model, tmp_path, lambda held: None)
     save_file({"model.norm.weight": torch.ones(32)}, tmp_path / "more.safetensors")
     with pytest.raises(SafetensorsFormatError, match=r"'model\.norm\.weight' is in .*model\.safetensors and in .*more"):
         SafetensorsCheckpoint(tmp_path)
 
 
-def test_integer_tensor_is_rejected(model: Path, tmp_path: Path) -> None:
+def test_a_type_that_is_not_a_float_is_refused(model: Path, tmp_path: Path) -> None:
     def quantise(held: Tensors) -> None:
         held["model.norm.weight"] = held["model.norm.weight"].to(torch.int8)
 
@@ -136,7 +136,7 @@ def cut(held: Tensors) -> None:
         (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* needs \(32, 48\)"),
     ],
 )
-def test_tensors_of_another_model_are_rejected_before_any_is_read(
+def test_what_does_not_fit_is_refused_before_anything_is_read(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, edit: Callable[[Tensors], None], message: str
 ) -> None:
     checkpoint = SafetensorsCheckpoint(copy(model, tmp_path, edit))

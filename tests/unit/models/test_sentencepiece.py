@@ -1,4 +1,4 @@
-"""SentencePiece vocabularies of GGUF files against the sentencepiece library."""
+"""SentencePiece vocabularies of GGUF files against the sentencepiece library itself."""
 
 import io
 import random
@@ -102,7 +102,7 @@ def texts() -> list[str]:
     return [*TEXTS, *(source[start : start + generator.randrange(5, 100)] for start in starts), *noise]
 
 
-def test_tokens_equal_sentencepiece(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
+def test_tokens_are_those_of_the_library(both: tuple[Tokenizer, sentencepiece.SentencePieceProcessor]) -> None:
     ours, reference = both
     for text in texts():
         assert ours.encode(text, add_special=False) == reference.encode(text), repr(text)

@@ -13,7 +13,7 @@ from megatron_runtime.backends.native.cpu.forward import lay_out
 from megatron_runtime.backends.native.executor import StepPlan
 from megatron_runtime.models.config import ModelConfig, SlidingWindow
 from megatron_runtime.models.decoder import DecoderModel, DecoderWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_runtime.models.layers.compiled_linear import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.native_decoder import NativeDecoder, build_decoder
 

@@ -107,7 +107,7 @@ def test_a_late_heartbeat_is_not_a_loss(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_own_delay_does_not_count_as_silence_of_the_peer(end: End) -> None:
+def test_an_end_that_is_late_itself_does_not_count_that_time(end: End) -> None:
     end.beat()
     time.sleep(0.1)
     hold_interpreter(2 * SHORT_SECONDS)
@@ -117,7 +117,7 @@ def test_own_delay_does_not_count_as_silence_of_the_peer(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_begin_and_end_of_a_long_order_are_announced(end: End) -> None:
+def test_a_long_order_is_announced_and_its_end_too(end: End) -> None:
     assert end.hear(Kind.BEAT)[0] == HEARTBEAT_SECONDS
     if isinstance(end.channel, LeaderChannel):
         number = end.channel.post(Kind.LONG_COMMAND, ["load", None], answers=[1])
@@ -152,7 +152,7 @@ def test_silence_is_measured_from_the_last_message() -> None:
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("end", ["rank 0"], indirect=True)
-def test_late_rank_0_does_not_take_old_reports_for_a_stall(end: End) -> None:
+def test_a_rank_0_that_is_late_does_not_take_old_reports_for_a_stall(end: End) -> None:
     assert isinstance(end.channel, LeaderChannel)
     order = end.channel.post(Kind.STEP, None)
     end.progress.begin(order)

@@ -87,7 +87,7 @@ def test_a_result_arrives_as_it_was_sent() -> None:
     assert_same(unpack(pack(result)), result)
 
 
-def test_only_plain_values_and_arrays_are_encoded() -> None:
+def test_nothing_but_plain_values_and_numbers_travels() -> None:
     with pytest.raises(TypeError, match="object does not travel"):
         pack(object())
     with pytest.raises(MalformedPlanError, match=r"an array of \|O8 does not travel"):
@@ -141,7 +141,7 @@ def test_each_row_is_run_once_and_results_come_back_to_it(plan: StepPlan, pipeli
 
 
 @given(plans(), st.integers(2, 4))
-def test_rows_that_share_their_first_page_run_on_one_rank(plan: StepPlan, expert: int) -> None:
+def test_rows_that_share_their_first_page_meet_on_one_rank(plan: StepPlan, expert: int) -> None:
     owners = expert_of_rows(plan, expert)
     assert owners.min() >= 0
     assert owners.max() < expert

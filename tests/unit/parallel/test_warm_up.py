@@ -1,4 +1,4 @@
-"""Warm-up steps of ranks fit the engine, change no request, and run on every rank."""
+"""The warm-up steps of ranks: they fit the engine, disturb no request, and every rank takes part."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PAGE = 16
     st.integers(2, 300),
     st.sampled_from([CPU, GPU]),
 )
-def test_warm_up_plans_fit_the_engine_and_write_to_the_dummy_page_only(
+def test_they_fit_the_engine_and_write_to_the_dummy_page_alone(
     expert: int, most: StepSizes, num_pages: int, usual: StepSizes
 ) -> None:
     for plan in warm_up_plans(ParallelSizes(expert=expert), usual.at_most(most), num_pages=num_pages, page_size=PAGE):

@@ -129,7 +129,7 @@ def test_the_likeliest_token_passes_the_highest_min_p(top_k: int, top_p: float) 
     assert np.array_equal(draw(logits, min_p=1.0, top_k=top_k, top_p=top_p), logits.argmax(axis=-1))
 
 
-def test_flat_distribution_over_a_large_vocabulary_is_drawn_completely() -> None:
+def test_large_vocabulary_is_drawn_from_whole_however_flat() -> None:
     """More tokens matter than are sorted at first: every stage of the search must agree with the definition."""
     vocabulary, draws = 9000, 300
     random = np.random.default_rng(2)

@@ -20,7 +20,7 @@ from megatron_runtime.checkpoints.verified import (
 )
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
-from megatron_runtime.models.layers.cpu import NativeLinears
+from megatron_runtime.models.layers.compiled_linear import NativeLinears
 from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import num_expert_parameters, num_parameters
 from megatron_runtime.models.weights import load_weights
@@ -39,7 +39,7 @@ class WeightStore:
     stage() may run during a step, on another thread; everything else belongs to the thread that runs the steps.
 
     source:  what load() reads.
-    linears: creates the factory of the matrices; None means dense ones.
+    linears: makes the factory of the matrices; None keeps them dense, of type `dtype`.
     require_memory: called as require_memory(bytes, what=...) before weights are read; raises MemoryShortError.
     shard:   the part of the model that this rank holds; None means all of it.
     """

@@ -16,7 +16,7 @@ from megatron_kernels.cpu.sizes import UNIT
 from megatron_runtime.backends.native.executor import Int64, StepPlan
 from megatron_runtime.backends.native.torch_executor import ForwardStep
 from megatron_runtime.models.decoder import DecoderModel
-from megatron_runtime.models.layers.attention import AttentionBatch, DecodeGroup, PrefillChunk
+from megatron_runtime.models.layers.paged_attention import AttentionBatch, DecodeGroup, PrefillChunk
 from megatron_runtime.models.native_decoder import NativeDecoder
 
 MAX_PADDED_TOKENS = 128
