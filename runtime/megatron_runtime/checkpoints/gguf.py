@@ -19,8 +19,8 @@ from megatron_runtime.checkpoints.gguf_metadata import GGUFTensorInfo, read_gguf
 from megatron_runtime.checkpoints.mapped import MappedFile
 from megatron_runtime.checkpoints.model_files import ModelFile, ModelFileError
 from megatron_runtime.models.config import ModelConfig, UnsupportedModelError
-from megatron_runtime.models.families import config_from_gguf, family_of_gguf
-from megatron_runtime.models.families.base import Family, Fields, scaling_of_factors
+from megatron_runtime.models.config_fields import Fields, scaling_of_factors
+from megatron_runtime.models.families import Family, config_from_gguf, family_of_gguf
 from megatron_runtime.models.tensors import Part, TensorKind
 from megatron_runtime.protocol.text import escaped, shown
 

@@ -14,7 +14,7 @@ from torch import nn
 from megatron_runtime.checkpoints.gguf import GGUFCheckpoint
 from megatron_runtime.checkpoints.in_memory import model_in_memory
 from megatron_runtime.models.config import LinearScaling, Llama3Scaling, UnsupportedModelError
-from megatron_runtime.models.layers.rotary import inverse_frequencies
+from megatron_runtime.models.layers.paged_attention import inverse_frequencies
 from megatron_runtime.models.weights import require_fitting
 
 ARCHITECTURES = {

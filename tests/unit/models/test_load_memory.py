@@ -13,10 +13,10 @@ from eventually import LONG_SECONDS
 from safetensors.torch import save_file
 
 from megatron_runtime.checkpoints.mapped import RESIDENT_BYTES
-from megatron_runtime.models.families import config_from_hf, config_to_hf
-from megatron_runtime.models.families.llama import LLAMA
+from megatron_runtime.models.families import FAMILIES, config_from_hf, config_to_hf
 from megatron_runtime.models.tensors import tensor_shapes
 
+LLAMA = FAMILIES["llama"]
 VALUES = {
     "architectures": [LLAMA.architecture],
     "vocab_size": 24000,

@@ -133,8 +133,8 @@ def cut(held: Tensors) -> None:
     ("edit", "message"),
     [
         (drop, r"has no 'model\.layers\.1\.input_layernorm\.weight'.* and 4 more"),
-        (add, r"a Qwen2ForCausalLM has not: 'model\.layers\.0\.self_attn\.sinks'"),
-        (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* asks for \(32, 48\)"),
+        (add, r"a Qwen2ForCausalLM lacks: 'model\.layers\.0\.self_attn\.sinks'"),
+        (cut, r"'model\.layers\.0\.mlp\.down_proj\.weight' has shape \(32, 40\), .* needs \(32, 48\)"),
     ],
 )
 def test_tensors_of_another_model_are_rejected_before_any_is_read(

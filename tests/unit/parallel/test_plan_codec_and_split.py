@@ -16,7 +16,7 @@ from megatron_runtime.backends.native.micro_batches import cut, expert_of_rows, 
 from megatron_runtime.backends.native.ranked.plan_codec import MalformedPlanError, pack, unpack
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 PAGE = 4
 DUMMY = 63

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from megatron_runtime.backends.echo.faults import CrashOnToken, FailStep, Faults, InjectedFaultError, SlowStep
 from megatron_runtime.backends.native.executor import Int64, NoCudaProfilerError, StepPlan, StepResult
 from megatron_runtime.sampling.batch import NO_LOG_PROBS
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 
 def echo_token(tokens: Sequence[int] | np.ndarray, vocab_size: int, weights: int = 0) -> int:

@@ -16,7 +16,7 @@ from megatron_runtime.requests.errors import BlockOverflowError, MaxSequenceLeng
 from megatron_runtime.requests.events import DynamicInferenceEvent, DynamicInferenceEventType
 from megatron_runtime.requests.hashing import block_digests
 from megatron_runtime.requests.sampling_params import IGNORE_EOS, InvalidSamplingParamsError, SamplingParams
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 if TYPE_CHECKING:  # llguidance takes long to import, and most engines never need it
     from megatron_runtime.sampling.structured_output import GrammarState

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron_runtime.sampling.batch import SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]

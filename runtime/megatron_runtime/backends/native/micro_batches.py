@@ -17,7 +17,7 @@ import numpy.typing as npt
 from megatron_runtime.backends.native.executor import Int32, Int64, StepPlan, StepResult
 from megatron_runtime.distributed.shard import ParallelSizes
 from megatron_runtime.sampling.batch import NO_LOG_PROBS, SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 _SPREAD = 2654435761  # Knuth's multiplicative hash: assigns neighbouring pages to different ranks
 

@@ -21,7 +21,7 @@ from megatron_runtime.checkpoints.source import ModelSource, resolve
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.decoder import DecoderWeights
 from megatron_runtime.models.layers.compiled_linear import NativeLinears
-from megatron_runtime.models.layers.linear import DenseLinears, LinearFactory
+from megatron_runtime.models.layers.linear import LinearFactory
 from megatron_runtime.models.tensors import num_expert_parameters, num_parameters
 from megatron_runtime.models.weights import load_weights
 
@@ -50,7 +50,7 @@ class WeightStore:
         self.source = source
         self.weights: DecoderWeights | None = None
         self._dtype = dtype
-        self._linears = linears or (lambda: DenseLinears(dtype))
+        self._linears = linears or LinearFactory
         self._require_memory = require_memory
         self._shard = shard or Shard()
         self._signature: Signature | None = None

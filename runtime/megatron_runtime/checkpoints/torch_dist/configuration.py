@@ -15,7 +15,8 @@ from megatron_runtime.checkpoints.safe_unpickler import ordered_dict, read_pickl
 from megatron_runtime.checkpoints.safetensors import read_config as read_config_json
 from megatron_runtime.checkpoints.torch_dist.saved_files import saved_archive
 from megatron_runtime.models.config import Llama3Scaling, ModelConfig, UnsupportedModelError
-from megatron_runtime.models.families import Fields, config_from_hf
+from megatron_runtime.models.config_fields import Fields
+from megatron_runtime.models.families import config_from_hf
 from megatron_runtime.protocol.text import shown
 
 CONFIG_FILE, COMMON_FILE = "config.json", "common.pt"

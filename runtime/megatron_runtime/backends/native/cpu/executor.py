@@ -70,7 +70,7 @@ class CpuExecutor(TorchExecutor):
             device=torch.device("cpu"),
             dtype=numbers.activations,
             cache_dtype=numbers.cache,
-            linears=(lambda: BatchInvariantLinears(torch.float32)) if batch_invariant else numbers.linears,
+            linears=BatchInvariantLinears if batch_invariant else numbers.linears,
             require_memory=require_memory,
             kv_cache_memory=kv_cache_memory,
             **options,

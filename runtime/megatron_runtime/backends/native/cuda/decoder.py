@@ -21,7 +21,7 @@ from megatron_runtime.distributed.groups import Collectives
 from megatron_runtime.distributed.shard import Shard
 from megatron_runtime.models.config import ModelConfig, MoEConfig
 from megatron_runtime.models.decoder import Decoder, DecoderWeights, ExpertWeights, FeedForward, LayerWeights
-from megatron_runtime.models.layers.linear import DenseLinears, Embedding, Linear, Weight
+from megatron_runtime.models.layers.linear import Embedding, Linear, LinearFactory, Weight
 
 _Weights = TypeVar("_Weights", LayerWeights, DecoderWeights)
 
@@ -34,11 +34,11 @@ class StackedLinear(Linear):
         self.stack_YNK = stack_YNK
 
 
-class DeviceLinears(DenseLinears):
-    """Implements LinearFactory with dense matrices. Each is copied to the device as soon as it is read."""
+class DeviceLinears(LinearFactory):
+    """Creates dense matrices, each copied to the device as soon as it is read."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(dtype)
+        self._dtype = dtype
         self._device = device
 
     def linear(self, weight_NK: Weight) -> Linear:
@@ -46,10 +46,10 @@ class DeviceLinears(DenseLinears):
 
     def several(self, weights: Iterable[Weight], *, count: int) -> tuple[Linear, ...]:
         stack_YNK: torch.Tensor | None = None
-        for number, weight_NK in enumerate(weights):
+        for number, weight_NK in enumerate(map(_dense, weights)):
             if stack_YNK is None:
-                stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self.dtype, device=self._device)
-            stack_YNK[number].copy_(_dense(weight_NK))
+                stack_YNK = torch.empty(count, *weight_NK.shape, dtype=self._dtype, device=self._device)
+            stack_YNK[number].copy_(weight_NK)
         assert stack_YNK is not None, "a layer has experts"
         return tuple(StackedLinear(stack_YNK, number) for number in range(count))
 
@@ -60,7 +60,7 @@ class DeviceLinears(DenseLinears):
         return super().tied(self._moved(weight_VD))
 
     def _moved(self, weight: Weight) -> torch.Tensor:
-        return _dense(weight).to(self._device, self.dtype)
+        return _dense(weight).to(self._device, self._dtype)
 
 
 class DeviceMixture:

@@ -14,7 +14,7 @@ from megatron_runtime.backends.native.executor import StepPlan, StepResult
 from megatron_runtime.protocol import codec
 from megatron_runtime.protocol.codec import MalformedMessageError, UnpackLimits
 from megatron_runtime.sampling.batch import LogitEdits, Penalties, SamplingBatch
-from megatron_runtime.sampling.log_probs import LogProbs
+from megatron_runtime.sampling.sampler import LogProbs
 
 _ARRAY = 1
 _KINDS = frozenset("biuf")
