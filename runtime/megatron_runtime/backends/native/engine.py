@@ -304,6 +304,7 @@ class EngineCore:
         or is computed again after resume().
 
         tags: what to release, of SUSPEND_TAGS. Raises ValueError for another one.
+        If a part cannot be released, restores what was released and raises.
         """
         unknown = set(tags) - SUSPEND_TAGS
         if unknown:
@@ -316,7 +317,11 @@ class EngineCore:
         elif "kv_cache" in tags and mode is KVCacheManagementMode.OFFLOAD:
             self.executor.release_kv(self.context.held_pages())
         if "weights" in tags:
-            self.executor.release_weights()
+            try:
+                self.executor.release_weights()
+            except Exception:
+                self.executor.load()  # a paused engine has its KV cache
+                raise
 
     def resume(self) -> None:
         """Reallocate what suspend() released. Raises if memory is short or the weights are not usable."""
