@@ -150,23 +150,6 @@ async def test_a_failed_signal_is_answered_and_keeps_the_state(rig: Rig) -> None
     assert rig.lifecycle.state is EngineState.PAUSED
 
 
-async def test_a_suspend_that_fails_midway_restores_the_cache(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail() -> None:
-        raise OSError("device lost")
-
-    await rig.submit(400)
-    await rig.reach(EngineState.RUNNING)
-    assert await rig.signal(Header.PAUSE)
-    with monkeypatch.context() as patched:
-        patched.setattr(rig.executor, "release_weights", fail)
-        assert not await rig.signal(Header.SUSPEND)
-    assert rig.lifecycle.state is EngineState.PAUSED
-    assert await rig.signal(Header.UNPAUSE)
-    while await rig.backend.call(lambda engine: engine.has_work):
-        pass
-    assert rig.tokens == echo_answer([1, 2, 3], 400)
-
-
 class FailingRanks(Ranks):
     """Two of four ranks fail."""
 
