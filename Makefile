@@ -114,12 +114,13 @@ bench-gpu: ## kernels and the engine on a CUDA device: percent of the bound, bes
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_kernels.py --json build/gpu-kernels.json
 	PYTHONPATH=runtime:kernels:. $(GPU_PY) bench/gpu_engine.py --json build/gpu-engine.json
 
-lint: setup ## ruff, mypy, import contracts, generated files current
+lint: setup ## ruff, mypy, import contracts, wording, generated files current
 	@$(BEGIN)
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
 	.venv/bin/mypy
 	.venv/bin/lint-imports
+	$(PY) tools/check_prose.py
 	$(PY) -m megatron_operator.generate --check
 	$(PY) docs/generate.py --check
 

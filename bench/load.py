@@ -4,7 +4,7 @@
 
 Every load runs in its own process. `total` is the time from the end of `import torch` until the engine is ready. It has
 two parts: `import_own`, the import of our modules, and `load`: the file's headers, verified and packed weights, and the
-KV cache. `processor` is the CPU time of all threads, without the tokenizer, which an engine loads when a request needs
+KV cache. `cpu` is the CPU time of all threads, without the tokenizer, which an engine loads when a request needs
 text. With --against, loads of this version and of the one in that directory (its `runtime` and `kernels`) alternate.
 """
 

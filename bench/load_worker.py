@@ -40,7 +40,7 @@ def main() -> None:
         "import_own": imported - torch_at,
         "load": ready - imported,
         "total": ready - torch_at,
-        "processor": cpu_ready - cpu_at,
+        "cpu": cpu_ready - cpu_at,
         "tokenizer": time.perf_counter() - ready,
     }
     print(json.dumps(figures))

@@ -20,6 +20,7 @@ GLOSSARY = Path(__file__).with_name("glossary.toml")
 DATA = {".json", ".svg", ".jsonl", ".gguf", ".bin"}
 EXEMPT = {"tools/glossary.toml", "LICENSE"}
 COLUMNS = 100
+_CAMEL_CASE = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 
 class Rule(NamedTuple):
@@ -44,7 +45,7 @@ def read_rules(path: Path = GLOSSARY) -> list[Rule]:
 
 def wording(text: str, rules: list[Rule]) -> Iterator[tuple[int, str]]:
     """Yield line number and message of each match of a rule, except inside one of the rule's exceptions."""
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(_CAMEL_CASE.sub("_", text).splitlines(), 1):
         for reject, write, exceptions in rules:
             allowed = [m.span() for m in exceptions.finditer(line)] if exceptions else []
             for match in reject.finditer(line):

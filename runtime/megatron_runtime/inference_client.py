@@ -11,15 +11,15 @@ from megatron_runtime.client.rejection import (
     RequestTooLargeError,
     UnavailableError,
 )
-from megatron_runtime.transport.control_link import ControlRefusedError
-from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
+from megatron_runtime.transport.peer_link import CoordinatorUnreachableError, HandshakeRejectedError
 
 __all__ = [
-    "ControlRefusedError",
+    "ControlRejectedError",
     "CoordinatorUnreachableError",
     "DeadlineExceededError",
     "EngineFailedError",
-    "HandshakeRefusedError",
+    "HandshakeRejectedError",
     "InferenceClient",
     "InvalidRequestError",
     "ModelChangedError",

@@ -28,7 +28,7 @@ from megatron_runtime.requests.request import DynamicInferenceRequest, answered_
 from megatron_runtime.requests.sampling_params import SamplingParams
 from megatron_runtime.server.settings import default_model_name
 from megatron_runtime.text_generation_controllers.text_generation_controller import TextGenerationController
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 __all__ = ["GenerationChunk", "_CoordinatorRuntime", "_EventLoopManager", "_MegatronLLMBase"]
@@ -347,7 +347,7 @@ class _MegatronLLMBase:
             try:
                 await client.pause_engines(timeout_seconds=SHUTDOWN_SECONDS)
                 await client.stop_engines(timeout_seconds=SHUTDOWN_SECONDS)
-            except (ControlRefusedError, CoordinatorUnreachableError) as error:
+            except (ControlRejectedError, CoordinatorUnreachableError) as error:
                 logger.warning("shutting down without a clean stop of the engines: %s", error)
         else:
             # The primary rank stops this engine, unless the primary has ended.

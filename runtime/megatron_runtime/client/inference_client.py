@@ -127,7 +127,7 @@ class InferenceClient:
 
         Raises:
             CoordinatorUnreachableError: no answer in time. The client is closed and cannot be started again.
-            HandshakeRefusedError: the coordinator rejected HELLO.
+            HandshakeRejectedError: the coordinator rejected HELLO.
         """
 
         async def connect_and_listen() -> None:
@@ -340,7 +340,7 @@ class InferenceClient:
         """Pause generation. The future gives the coordinator's acknowledgement when every engine has paused.
 
         All signals take `operation_id`, `fence`, `timeout_seconds` and `expected_engines`. The call itself sends the
-        signal; the caller may ignore the future, which raises ControlRefusedError or CoordinatorUnreachableError.
+        signal; the caller may ignore the future, which raises ControlRejectedError or CoordinatorUnreachableError.
         A coordinator with three ports accepts signals on its admin port only: see ControlLink.
         """
         return self._send_signal_to_engines(Header.PAUSE, **options)

@@ -19,7 +19,7 @@ _SCHED_ATTR = struct.Struct("=IIQiIQQQ")
 """size, policy, flags, nice, priority, runtime, deadline, period of sched_setattr(2)."""
 
 
-def request_short_slices() -> bool:
+def request_scheduler_slices() -> bool:
     """Request time slices of 0.1 ms instead of some 3 ms for this thread and those that it starts from now on.
 
     The threads get no more CPU time than before, but earlier: on a loaded machine, a message is handled after the

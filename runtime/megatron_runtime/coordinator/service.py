@@ -26,7 +26,7 @@ from megatron_runtime.coordinator.core.coordinator import CoordinatorCore, Token
 from megatron_runtime.coordinator.core.membership import Access
 from megatron_runtime.coordinator.core.records import Engine, PeerId
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.scheduler_hints import request_short_slices
+from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
 from megatron_runtime.protocol import limits
 from megatron_runtime.protocol.headers import Role
 from megatron_runtime.protocol.messages import Frames, KeyReport
@@ -345,7 +345,7 @@ def run(settings: CoordinatorSettings, *, tokenizer: Tokenizer | None = None, on
 
     Raises BindError if a port is taken, KeyFileError if a key is missing.
     """
-    request_short_slices()
+    request_scheduler_slices()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(serve(settings, tokenizer=tokenizer, on_bound=on_bound))
 

@@ -8,7 +8,7 @@ PERMANENT_CODES = range(400, 429)
 """Codes of errors in replies that are not transient."""
 
 
-class RequestRefusedError(ValueError):
+class RequestRejectedError(ValueError):
     """The engine cannot accept this request.
 
     is_transient: whether it may accept the same request later.
@@ -24,29 +24,29 @@ class RequestRefusedError(ValueError):
             self.is_transient = is_transient
 
 
-class RequestOverflowError(RequestRefusedError):
+class RequestOverflowError(RequestRejectedError):
     """Too many requests are waiting in the engine."""
 
 
-class TokenOverflowError(RequestRefusedError):
+class TokenOverflowError(RequestRejectedError):
     """The request needs more tokens in one step than max_tokens allows."""
 
 
-class BlockOverflowError(RequestRefusedError):
+class BlockOverflowError(RequestRejectedError):
     """The request needs more KV blocks than the engine has."""
 
 
-class MaxSequenceLengthOverflowError(RequestRefusedError):
+class MaxSequenceLengthOverflowError(RequestRejectedError):
     """Prompt and answer exceed the maximum sequence length."""
 
     is_transient = False
 
 
-class ActiveRequestCountOverflowError(RequestRefusedError):
+class ActiveRequestCountOverflowError(RequestRejectedError):
     """More requests should run concurrently than the engine has slots."""
 
 
-class TensorStateDeallocatedError(RequestRefusedError):
+class TensorStateDeallocatedError(RequestRejectedError):
     """The engine has released its memory. Resume it first."""
 
 
@@ -61,7 +61,7 @@ class RequestError(Exception):
         self.is_transient = is_transient
 
 
-_KINDS: tuple[type[RequestRefusedError], ...] = (RequestRefusedError, *RequestRefusedError.__subclasses__())
+_KINDS: tuple[type[RequestRejectedError], ...] = (RequestRejectedError, *RequestRejectedError.__subclasses__())
 _CLASSES = {kind.__name__: kind for kind in _KINDS}
 
 
@@ -78,7 +78,7 @@ def serialize_error(error: BaseException) -> dict[str, Any]:
     }
 
 
-def deserialize_error(data: dict[str, Any]) -> RequestRefusedError | RequestError:
+def deserialize_error(data: dict[str, Any]) -> RequestRejectedError | RequestError:
     """Return the error of serialize_error(), or of a reply's `error` map, whose code says whether it is transient."""
     name, message, request_id = str(data.get("type")), data.get("message") or "", data.get("request_id")
     known = _CLASSES.get(name)

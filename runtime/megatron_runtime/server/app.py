@@ -37,7 +37,7 @@ from megatron_runtime.server.settings import ServerSettings
 from megatron_runtime.server.streaming import ClientDisconnectedError
 from megatron_runtime.server.tools import PARSERS, ToolParser, parser_of
 from megatron_runtime.tokenization import Tokenizer
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 from megatron_runtime.transport.peer_link import CoordinatorUnreachableError
 
 _CLIENT_CLOSED_REQUEST = 499
@@ -224,7 +224,7 @@ async def stop_profile(service: Service, request: Request) -> Response:
 async def _profiling(answer: asyncio.Future[ControlAck], *, is_on: bool) -> Response:
     try:
         return JSONResponse({"profiling": is_on, "ranks": (await answer).ranks})
-    except ControlRefusedError as error:
+    except ControlRejectedError as error:
         if error.code == ErrorCode.WRONG_ROLE:
             message = "This server may not profile the engines: its coordinator takes that on its admin port only."
             raise ApiError(403, message, code="not_an_administrator") from error

@@ -33,7 +33,7 @@ class ApiError(Exception):
 
     status: HTTP status.  param: the request field at fault.  code: a word that programs may test for.
     retry_after_seconds: when the client should try again.
-    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless the answer says so.
+    is_final: the same request will fail again. OpenAI's clients repeat a request after a 5xx unless this forbids it.
     """
 
     status: int

@@ -26,7 +26,7 @@ ANSWER_MARGIN_SECONDS = 5.0
 """Added to the deadline of an operation before its sender gives up, so that the coordinator's answer comes first."""
 
 
-class ControlRefusedError(Exception):
+class ControlRejectedError(Exception):
     """The coordinator rejected a control message, or the operation failed.
 
     code:  ErrorCode; ILLEGAL_SIGNAL, IN_PROGRESS, STALE_FENCE, ENGINES_MISSING, DEADLINE, ENGINE_FAILED …
@@ -54,7 +54,7 @@ class ControlCalls:
         self._status: deque[asyncio.Future[StatusReply]] = deque()
 
     def control(self, control: Control) -> asyncio.Future[ControlAck]:
-        """Send now. The future gives the confirmed CONTROL_ACK, or raises ControlRefusedError or
+        """Send now. The future gives the confirmed CONTROL_ACK, or raises ControlRejectedError or
         CoordinatorUnreachableError; it may be ignored.
         """
         operation_id = control.operation_id or uuid.uuid4().hex
@@ -67,7 +67,7 @@ class ControlCalls:
         future.add_done_callback(lambda _: self._operations.pop(operation_id, None))
         if not self._send(control.to_frames()):
             text = f"{name} is larger than the coordinator takes: at most its max_message_bytes"
-            future.set_exception(ControlRefusedError(int(ErrorCode.TOO_LARGE), "", text, None))
+            future.set_exception(ControlRejectedError(int(ErrorCode.TOO_LARGE), "", text, None))
         return future
 
     def status(self, *, timeout_seconds: float) -> asyncio.Future[StatusReply]:
@@ -113,7 +113,7 @@ class ControlCalls:
             future.set_result(ack)
         else:
             code = ack.code if ack.code is not None else int(ErrorCode.ENGINE_FAILED)
-            future.set_exception(ControlRefusedError(code, str(ack.state), ack.error or "failed", ack.fence, ack))
+            future.set_exception(ControlRejectedError(code, str(ack.state), ack.error or "failed", ack.fence, ack))
 
     def _settle_status(self, reply: StatusReply) -> None:
         while self._status:
@@ -124,11 +124,11 @@ class ControlCalls:
 
     def _reject_all(self, error: Error) -> None:
         """An ERROR has no operation id: this connection may send no verbs at all."""
-        refusal = ControlRefusedError(int(error.code), "", error.message, None)
+        rejection = ControlRejectedError(int(error.code), "", error.message, None)
         waiting: list[asyncio.Future[Any]] = [future for _, future in self._operations.values()]
         for future in [*waiting, *self._status]:
             if not future.done():
-                future.set_exception(refusal)
+                future.set_exception(rejection)
 
 
 def _future(seconds: float, message: str) -> asyncio.Future[Any]:
@@ -177,7 +177,7 @@ class ControlLink:
     async def start(self, *, connect_timeout_seconds: float = 10.0) -> None:
         """Connect. With a timeout of 0, return at once and connect in the background.
 
-        Raises CoordinatorUnreachableError or HandshakeRefusedError. The link is closed then.
+        Raises CoordinatorUnreachableError or HandshakeRejectedError. The link is closed then.
         """
         await self._link.start(connect_timeout_seconds=connect_timeout_seconds)
 
@@ -195,7 +195,7 @@ class ControlLink:
     ) -> asyncio.Future[ControlAck]:
         """Send a control message now. The future gives its confirmed CONTROL_ACK.
 
-        The future raises ControlRefusedError if the coordinator rejects the message or the operation fails, and
+        The future raises ControlRejectedError if the coordinator rejects the message or the operation fails, and
         CoordinatorUnreachableError without an answer: the outcome is then unknown, and STATUS reports it.
         """
         return self._calls.control(

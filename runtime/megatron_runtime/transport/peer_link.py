@@ -39,7 +39,7 @@ class CoordinatorUnreachableError(TimeoutError):
     """No coordinator answered in time. The text names the address."""
 
 
-class HandshakeRefusedError(AssertionError):
+class HandshakeRejectedError(AssertionError):
     """The coordinator rejected HELLO: wrong port for the role, or no protocol version in common."""
 
 
@@ -160,7 +160,7 @@ class PeerLink:
 
         Raises:
             CoordinatorUnreachableError: no coordinator answered. The link is closed.
-            HandshakeRefusedError: the coordinator rejected HELLO. The link is closed.
+            HandshakeRejectedError: the coordinator rejected HELLO. The link is closed.
         """
         self.open()
         if not connect_timeout_seconds:
@@ -356,7 +356,7 @@ class PeerLink:
     def _reject(self, what: str) -> None:
         message = f"the coordinator at {self.address} {what}"
         if self._acknowledged is not None and not self._acknowledged.done():
-            self._acknowledged.set_exception(HandshakeRefusedError(message))
+            self._acknowledged.set_exception(HandshakeRejectedError(message))
             self._acknowledged.exception()  # after open() no task awaits it
         else:
             logger.error("%s", message)

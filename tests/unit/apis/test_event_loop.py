@@ -66,10 +66,10 @@ def test_submit_gives_a_future_and_run_sync_its_result(manager) -> None:
 
 def test_a_rejected_coroutine_is_closed(manager) -> None:
     manager.stop()
-    refused = where()
+    rejected = where()
     with pytest.raises(RuntimeError, match="call start"):
-        manager.submit(refused)
-    assert inspect.getcoroutinestate(refused) == inspect.CORO_CLOSED
+        manager.submit(rejected)
+    assert inspect.getcoroutinestate(rejected) == inspect.CORO_CLOSED
 
 
 @pytest.fixture
@@ -175,10 +175,10 @@ def test_the_thread_uses_the_callers_device_when_start_returns(monkeypatch) -> N
 
 
 def test_start_fails_if_the_device_cannot_be_set(monkeypatch) -> None:
-    def refuse(device: int) -> None:
+    def reject(device: int) -> None:
         raise RuntimeError(f"no device {device}")
 
-    cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 9, set_device=refuse)
+    cuda = types.SimpleNamespace(is_available=lambda: True, current_device=lambda: 9, set_device=reject)
     monkeypatch.setitem(__import__("sys").modules, "torch", types.SimpleNamespace(cuda=cuda))
     manager = _EventLoopManager()
     with pytest.raises(RuntimeError, match="no device 9"):

@@ -17,7 +17,7 @@ from megatron_runtime.model_inference_wrappers.gpt_inference_wrapper import GPTI
 from megatron_runtime.models.config import UnsupportedModelError
 from megatron_runtime.protocol.lifecycle import EngineState
 from megatron_runtime.requests.errors import MaxSequenceLengthOverflowError
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 
 PROMPT = "The capital of France is"
 
@@ -230,7 +230,7 @@ class TestCoordinatorMode:
         chunks = list(llm.generate_stream(PROMPT, greedy(20)))
         assert "".join(chunk.text for chunk in chunks) == expected.generated_text
         llm.pause()
-        with pytest.raises(ControlRefusedError, match="PAUSED"):
+        with pytest.raises(ControlRejectedError, match="PAUSED"):
             llm.resume()
         future = llm.submit(llm._generate_impl([PROMPT], greedy(20)))
         llm.suspend()
@@ -399,11 +399,11 @@ class TestRuntime:
             self.stopped += 1
 
     async def test_a_failed_setup_is_torn_down(self, monkeypatch) -> None:
-        async def refuse(client) -> None:
+        async def reject(client) -> None:
             raise TimeoutError("unreachable")
 
         engine = self.Engine()
-        monkeypatch.setattr("megatron_runtime.inference_client.InferenceClient.start", refuse)
+        monkeypatch.setattr("megatron_runtime.inference_client.InferenceClient.start", reject)
         runtime = _CoordinatorRuntime(engine, is_primary=True, coordinator_host=None, coordinator_port=None)
         with pytest.raises(TimeoutError, match="unreachable"):
             await runtime.setup(loop=asyncio.get_running_loop())

@@ -74,9 +74,9 @@ def test_the_front_end_uses_its_settings(make, caplog) -> None:
     children = {child.pid for child in psutil.Process().children()}
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(ValueError, match="there is no tool-call parser 'semaphore'") as refused:
+    with pytest.raises(ValueError, match="there is no tool-call parser 'semaphore'") as rejected:
         llm.serve(ServeConfig(host="127.0.0.1", port=port, parsers=["semaphore"]), blocking=False)
-    assert refused.tb is not None  # keeps alive what the call left behind
+    assert rejected.tb is not None  # keeps alive what the call left behind
     caplog.set_level("INFO", logger="uvicorn.access")
     access = logging.getLogger("uvicorn.access")
     llm.serve(ServeConfig(host="127.0.0.1", port=port, verbose=True), blocking=False)
@@ -93,11 +93,11 @@ def test_the_front_end_uses_its_settings(make, caplog) -> None:
 def test_a_front_end_that_cannot_connect_closes_its_socket_and_may_be_restarted(make, monkeypatch) -> None:
     llm = make(use_coordinator=True)
 
-    async def refuse(client) -> None:
+    async def reject(client) -> None:
         raise TimeoutError("unreachable")
 
     with socket.create_server(("127.0.0.1", 0)) as listener, monkeypatch.context() as patched:
-        patched.setattr("megatron_runtime.inference_client.InferenceClient.start", refuse)
+        patched.setattr("megatron_runtime.inference_client.InferenceClient.start", reject)
         with pytest.raises(TimeoutError, match="unreachable"):
             llm.serve(ServeConfig(sock=listener), blocking=False)
         assert listener.fileno() == -1

@@ -12,11 +12,11 @@ from eventually import LONG_SECONDS
 from megatron_runtime.backends.echo.echo_executor import echo_answer
 from megatron_runtime.client.rejection import rejection
 from megatron_runtime.inference_client import (
-    ControlRefusedError,
+    ControlRejectedError,
     CoordinatorUnreachableError,
     DeadlineExceededError,
     EngineFailedError,
-    HandshakeRefusedError,
+    HandshakeRejectedError,
     InferenceClient,
     InvalidRequestError,
     ModelChangedError,
@@ -74,7 +74,7 @@ class TestAnyLoop:
             tokens, final = await collect(client.add_request_streaming(PROMPT, params(20)))
             assert tokens == final["generated_tokens"] == echo_answer(PROMPT, 20)
             assert (await client.pause_engines()).ok
-            with pytest.raises(ControlRefusedError, match="PAUSED"):
+            with pytest.raises(ControlRejectedError, match="PAUSED"):
                 await client.resume_engines()
             client.unpause_engines()  # may be ignored
             assert (await client.status()).engines
@@ -299,9 +299,9 @@ async def test_a_pinned_request_runs_on_the_named_engine_or_fails(client, pool, 
     future = client.add_request(PROMPT, params(2), engine="engine-0")
     stream = client.add_request_streaming(PROMPT, params(2), engine="engine-1")
     assert (await future)["generated_tokens"] == echo_answer(PROMPT, 2)
-    with pytest.raises(RequestRejectedError, match="'engine-1' does not serve") as refused:
+    with pytest.raises(RequestRejectedError, match="'engine-1' does not serve") as rejected:
         await anext(aiter(stream))
-    assert refused.value.code == ErrorCode.ENGINES_MISSING
+    assert rejected.value.code == ErrorCode.ENGINES_MISSING
 
 
 async def test_a_client_of_a_single_port_coordinator_may_shut_it_down(client, pool) -> None:
@@ -337,9 +337,9 @@ class TestHandshake:
         port, answer, _ = impostor
         answer[:] = [b"\x91\x01"]  # CONNECT_ACK, of another protocol
         client = InferenceClient(port)
-        with pytest.raises(HandshakeRefusedError, match=f"127.0.0.1:{port}") as refused:
+        with pytest.raises(HandshakeRejectedError, match=f"127.0.0.1:{port}") as rejected:
             await client.start(connect_timeout_seconds=LONG_SECONDS)
-        assert isinstance(refused.value, AssertionError)
+        assert isinstance(rejected.value, AssertionError)
         assert client.context.closed
 
 

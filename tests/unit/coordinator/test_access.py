@@ -46,12 +46,12 @@ async def test_another_roles_key_or_none_does_not_open_the_admin_port(stage, key
     with pytest.raises(CoordinatorUnreachableError, match="keys"):
         await ControlLink(stage.address(Role.ADMIN), keys=keys).start(connect_timeout_seconds=0.5)
     assert len(coordinator.core.clients) == 0
-    refused = coordinator.transport.gatekeeper.rejected
-    assert refused >= (key is not None)
-    assert coordinator.core.status().rejected_frames == refused
+    rejected = coordinator.transport.gatekeeper.rejected
+    assert rejected >= (key is not None)
+    assert coordinator.core.status().rejected_frames == rejected
     metrics = CoordinatorMetrics(coordinator.core).collect()
     counts = {sample.labels.get("reason"): sample.value for metric in metrics for sample in metric.samples}
-    assert counts["key_not_admitted"] == refused
+    assert counts["key_not_admitted"] == rejected
 
 
 async def test_a_client_without_a_key_stays_out(stage, keys_dir) -> None:
@@ -136,15 +136,15 @@ async def test_a_revoked_client_is_cut_and_its_requests_end(stage, params, secre
     secret.renew("client", keep_old=False)
     await engine.until(lambda: engine.aborted)
     assert coordinator.core.clients.named(Role.CLIENT, thief._name) is None
-    refused = coordinator.transport.gatekeeper.rejected
+    rejected = coordinator.transport.gatekeeper.rejected
     thief._link._socket.send(Hello(role=Role.CLIENT, name="thief", incarnation=1).to_frames())
     thief._link._socket.send(VECTORS["SUBMIT"].to_frames())
-    await stage.until(lambda: coordinator.transport.gatekeeper.rejected > refused, seconds=30)
+    await stage.until(lambda: coordinator.transport.gatekeeper.rejected > rejected, seconds=30)
     assert len(coordinator.core.clients) == len(coordinator.core.dispatcher.journal) == 0
     owner = await stage.client(keys=PeerKeys.load(secret.path, Role.CLIENT))
     engine.step_seconds = 0.0
     assert await owner.add_request([2], params(1))
-    assert (await (await stage.admin(keys=PeerKeys.load(secret.path, Role.ADMIN))).status()).rejected_frames > refused
+    assert (await (await stage.admin(keys=PeerKeys.load(secret.path, Role.ADMIN))).status()).rejected_frames > rejected
 
 
 async def test_a_revoked_engine_loses_its_requests_to_another(stage, params, collect, secret) -> None:

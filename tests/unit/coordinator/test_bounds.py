@@ -37,7 +37,7 @@ from megatron_runtime.protocol.messages import (
     pack,
     tokens_to_bytes,
 )
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 
 WEEK_SECONDS = 7 * 24 * 3600
 STEP_SECONDS = 600
@@ -358,9 +358,9 @@ async def test_senders_check_the_size_limits_too(stage) -> None:
     with pytest.raises(ValueError, match=r"source\n.*at most 4096"):
         link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * (9 << 20))
     link._link.max_message_bytes = 1000
-    with pytest.raises(ControlRefusedError, match="at most") as refused:
+    with pytest.raises(ControlRejectedError, match="at most") as rejected:
         await link.control(Header.UPDATE_WEIGHTS, operation_id="u", fence=1, epoch=1, source="x" * 4096)
-    assert refused.value.code == ErrorCode.TOO_LARGE
+    assert rejected.value.code == ErrorCode.TOO_LARGE
     assert coordinator.core.counters.rejected.total() == 0
 
 

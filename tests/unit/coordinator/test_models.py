@@ -14,9 +14,9 @@ async def test_a_request_whose_model_no_engine_runs_is_rejected_at_once(stage, p
     stage.coordinator()
     engine = await stage.engine(model="b")
     client = await stage.client(model="a")
-    with pytest.raises(ModelChangedError, match="made for a, the engines run b") as refused:
+    with pytest.raises(ModelChangedError, match="made for a, the engines run b") as rejected:
         await client.add_request([1], params(2))
-    assert refused.value.code == ErrorCode.MODEL_CHANGED == 409
+    assert rejected.value.code == ErrorCode.MODEL_CHANGED == 409
     assert not engine.dispatches
 
 

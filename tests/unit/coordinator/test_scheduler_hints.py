@@ -10,7 +10,7 @@ import pytest
 
 from megatron_runtime.coordinator import scheduler_hints
 from megatron_runtime.coordinator.core.settings import CoordinatorSettings
-from megatron_runtime.coordinator.scheduler_hints import SLICE_NANOSECONDS, request_short_slices
+from megatron_runtime.coordinator.scheduler_hints import SLICE_NANOSECONDS, request_scheduler_slices
 from megatron_runtime.coordinator.spawn import spawn_coordinator
 
 _ATTR = struct.Struct("=IIQiIQQQ")
@@ -47,7 +47,7 @@ def test_nothing_else_of_a_thread_changes() -> None:
 
     def ask() -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)
-        seen.append(request_short_slices())
+        seen.append(request_scheduler_slices())
         seen.append(slice_and_nice(0))
         seen.append(os.sched_getscheduler(0))
 
@@ -59,4 +59,4 @@ def test_nothing_else_of_a_thread_changes() -> None:
 
 def test_where_the_system_has_none_nothing_is_asked(monkeypatch) -> None:
     monkeypatch.setattr(scheduler_hints.sys, "platform", "darwin")
-    assert request_short_slices() is False
+    assert request_scheduler_slices() is False

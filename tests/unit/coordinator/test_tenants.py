@@ -209,8 +209,8 @@ async def test_a_full_queue_has_room_for_the_tenant_with_fewer_requests(stage, p
     client = await stage.client()
     greedy = [client.add_request([1, n], params(1), tenant="a") for n in range(6)]
     other = [client.add_request([2, n], params(1), tenant="b") for n in range(4)]
-    refused = [*greedy[:2:-1], other[3]]
-    for future in refused:
+    rejected = [*greedy[:2:-1], other[3]]
+    for future in rejected:
         with pytest.raises(RequestRejectedError, match="try again") as rejected:
             await future
         assert (rejected.value.code, rejected.value.retry_after_seconds) == (429, 1.0)

@@ -12,7 +12,7 @@ from megatron_runtime.inference_client import RequestRejectedError
 from megatron_runtime.protocol.headers import ErrorCode, Header, Role
 from megatron_runtime.protocol.lifecycle import CoordinatorState, EngineState
 from megatron_runtime.protocol.messages import Control, ControlAck
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 
 H, S = Header, CoordinatorState
 PATH_TO = {
@@ -80,10 +80,10 @@ async def test_every_verb_in_every_state(stage, control, kind, state) -> None:
                 await engine.until(lambda engine=engine: engine.commits and engine.commits[-1].signal == kind)
                 assert engine.acted[kind] == 1
     else:
-        with pytest.raises(ControlRefusedError, match=state.value) as refused:
+        with pytest.raises(ControlRejectedError, match=state.value) as rejected:
             await control(link, kind)
-        assert refused.value.code == ErrorCode.ILLEGAL_SIGNAL
-        assert refused.value.state == state == coordinator.core.verbs.state
+        assert rejected.value.code == ErrorCode.ILLEGAL_SIGNAL
+        assert rejected.value.state == state == coordinator.core.verbs.state
         assert [dict(engine.acted) for engine in engines] == before
 
 
@@ -91,7 +91,7 @@ async def test_recovering_takes_no_control_message(stage, control) -> None:
     stage.coordinator(timing=Timing(heartbeat=0.05, recovery=30.0, recovery_settle=30.0))
     link = await stage.admin()
     for kind in KINDS:
-        with pytest.raises(ControlRefusedError, match="RECOVERING"):
+        with pytest.raises(ControlRejectedError, match="RECOVERING"):
             await control(link, kind)
 
 
@@ -139,7 +139,7 @@ async def test_rejections_are_not_remembered_and_the_last_64_answers_are(stage, 
     stage.coordinator()
     engine = await stage.engine()
     link = await stage.admin()
-    with pytest.raises(ControlRefusedError):
+    with pytest.raises(ControlRejectedError):
         await control(link, H.UNPAUSE, operation_id="early")
     for number in range(65):
         await control(link, H.SET_GENERATION_EPOCH, operation_id=f"epoch-{number}", epoch=number)
@@ -153,9 +153,9 @@ async def test_a_lower_fence_is_rejected_with_the_highest(stage, control) -> Non
     await stage.engine(fence=3)
     link = await stage.admin()
     await control(link, H.PAUSE, fence=5)
-    with pytest.raises(ControlRefusedError) as refused:
+    with pytest.raises(ControlRejectedError) as rejected:
         await control(link, H.UNPAUSE, fence=4)
-    assert (refused.value.code, refused.value.fence) == (ErrorCode.STALE_FENCE, 5)
+    assert (rejected.value.code, rejected.value.fence) == (ErrorCode.STALE_FENCE, 5)
     await control(link, H.UNPAUSE, fence=5)
 
 
@@ -163,7 +163,7 @@ async def test_the_fence_of_an_engine_counts(stage, control) -> None:
     stage.coordinator()
     await stage.engine(fence=9)
     link = await stage.admin()
-    with pytest.raises(ControlRefusedError, match="lower than 9"):
+    with pytest.raises(ControlRejectedError, match="lower than 9"):
         await control(link, H.PAUSE, fence=8)
 
 
@@ -172,9 +172,9 @@ async def test_one_operation_at_a_time(stage, control) -> None:
     await stage.engine(mute={H.PAUSE})
     link = await stage.admin()
     pending = control(link, H.PAUSE, operation_id="pause", timeout_seconds=60)
-    with pytest.raises(ControlRefusedError, match="PAUSE pause is under way") as refused:
+    with pytest.raises(ControlRejectedError, match="PAUSE pause is under way") as rejected:
         await control(link, H.SET_GENERATION_EPOCH)
-    assert refused.value.code == ErrorCode.IN_PROGRESS
+    assert rejected.value.code == ErrorCode.IN_PROGRESS
     pending.cancel()
 
 
@@ -183,9 +183,9 @@ async def test_none_cannot_pass_for_all(stage, control) -> None:
     await stage.engine("engine-0")
     await stage.engine("engine-1", serving=False)
     link = await stage.admin()
-    with pytest.raises(ControlRefusedError, match="expects 2 engines; serving: engine-0") as refused:
+    with pytest.raises(ControlRejectedError, match="expects 2 engines; serving: engine-0") as rejected:
         await control(link, H.PAUSE, expected_engines=2)
-    assert refused.value.code == ErrorCode.ENGINES_MISSING
+    assert rejected.value.code == ErrorCode.ENGINES_MISSING
     assert coordinator.core.verbs.state is S.RUNNING
 
 
@@ -242,12 +242,12 @@ async def test_an_engine_that_cannot_be_profiled_is_named_and_serves_on(stage, c
     good = await stage.engine("good")
     bad = await stage.engine("bad", **{how: {H.START_CUDA_PROFILER}})
     link, client = await stage.admin(), await stage.client()
-    with pytest.raises(ControlRefusedError, match=r"not every engine succeeded: bad: [^;]*$") as refused:
+    with pytest.raises(ControlRejectedError, match=r"not every engine succeeded: bad: [^;]*$") as rejected:
         await control(link, H.START_CUDA_PROFILER, timeout_seconds=0.3)
-    assert refused.value.code == ErrorCode.ENGINE_FAILED
-    assert refused.value.ack is not None
-    assert refused.value.ack.evicted == []
-    assert refused.value.ack.engines["good"].ok
+    assert rejected.value.code == ErrorCode.ENGINE_FAILED
+    assert rejected.value.ack is not None
+    assert rejected.value.ack.evicted == []
+    assert rejected.value.ack.engines["good"].ok
     assert good.acted[H.START_CUDA_PROFILER] == 1
     assert coordinator.core.engines.named("bad") is not None
     await control(link, H.STOP_CUDA_PROFILER, expected_engines=2)
@@ -260,10 +260,10 @@ async def test_when_no_engine_succeeds_nothing_has_changed(stage, control, param
     coordinator = stage.coordinator()
     engine = await stage.engine(failing={H.PAUSE})
     link, client = await stage.admin(), await stage.client()
-    with pytest.raises(ControlRefusedError, match="PAUSE went wrong") as refused:
+    with pytest.raises(ControlRejectedError, match="PAUSE went wrong") as rejected:
         await control(link, H.PAUSE)
-    assert refused.value.ack is not None
-    assert refused.value.ack.evicted == ["engine-0"]
+    assert rejected.value.ack is not None
+    assert rejected.value.ack.evicted == ["engine-0"]
     assert coordinator.core.verbs.state is S.RUNNING
     engine.say_hello()
     assert await client.add_request([1], params(2))
@@ -371,7 +371,7 @@ async def test_an_engine_that_joins_during_a_verb_enters_where_it_ends(stage, co
     await first.until(lambda: first.controls)
     late = await stage.engine("late", heartbeat_seconds=None)  # which would tell that it missed the outcome
     assert late.acks[0].state == S.PAUSED
-    with pytest.raises(ControlRefusedError):
+    with pytest.raises(ControlRejectedError):
         await answer
     await late.until(lambda: late.acks[-1].state == S.RUNNING)
     assert first.commits == []
@@ -427,9 +427,9 @@ async def test_a_drain_that_times_out_fails_and_names_the_busy_engines(stage, co
     link, client = await stage.admin(), await stage.client()
     future = client.add_request([1], params(1))
     await engine.until(lambda: engine.jobs)
-    with pytest.raises(ControlRefusedError, match=r"engine-0 \(1\)") as refused:
+    with pytest.raises(ControlRejectedError, match=r"engine-0 \(1\)") as rejected:
         await control(link, H.DRAIN, timeout_seconds=0.2)
-    assert refused.value.code == ErrorCode.DEADLINE
+    assert rejected.value.code == ErrorCode.DEADLINE
     engine.step()
     await future
 
@@ -455,7 +455,7 @@ async def test_drain_of_an_unknown_engine_names_the_known(stage, control) -> Non
     stage.coordinator()
     await stage.engine("engine-0")
     link = await stage.admin()
-    with pytest.raises(ControlRefusedError, match="no engine 'engine-9' is registered; serving: engine-0"):
+    with pytest.raises(ControlRejectedError, match="no engine 'engine-9' is registered; serving: engine-0"):
         await control(link, H.DRAIN, engine="engine-9")
 
 
@@ -478,7 +478,7 @@ async def test_a_draining_engine_keeps_its_requests_and_takes_no_part_in_verbs(s
 async def test_the_admin_port_wants_id_and_fence(stage, control) -> None:
     coordinator = stage.coordinator()
     link = await stage.admin()
-    with pytest.raises(ControlRefusedError, match="operation_id and fence are required"):
+    with pytest.raises(ControlRejectedError, match="operation_id and fence are required"):
         await link.control(H.PAUSE, operation_id="x")
     assert coordinator.core.verbs.state is S.RUNNING
 
@@ -486,9 +486,9 @@ async def test_the_admin_port_wants_id_and_fence(stage, control) -> None:
 async def test_the_client_port_takes_no_control_and_the_only_port_does(stage) -> None:
     coordinator = stage.coordinator()
     client = await stage.client()
-    with pytest.raises(ControlRefusedError) as refused:
+    with pytest.raises(ControlRejectedError) as rejected:
         await client.pause_engines()
-    assert refused.value.code == ErrorCode.WRONG_ROLE
+    assert rejected.value.code == ErrorCode.WRONG_ROLE
     assert coordinator.core.counters.rejected["wrong_role"] == 1
 
     stage.coordinator(single_port=True)
@@ -533,7 +533,7 @@ async def test_an_update_of_weights_evicts_the_engines_that_fail_and_changes_not
     assert ack.evicted == ["bad"]
     await good.until(lambda: good.epoch == 3)
     good.failing.add(H.UPDATE_WEIGHTS)
-    with pytest.raises(ControlRefusedError, match="UPDATE_WEIGHTS went wrong"):
+    with pytest.raises(ControlRejectedError, match="UPDATE_WEIGHTS went wrong"):
         await control(link, H.UPDATE_WEIGHTS, epoch=4, source="/models/broken")
     assert (coordinator.core.verbs.epoch, coordinator.core.verbs.source) == (3, "/models/7")
     assert [commit.epoch for commit in good.commits] == [3]
@@ -613,9 +613,9 @@ async def test_an_update_of_weights_without_a_field_is_rejected_with_its_name(st
     await stage.engine()
     link = await stage.admin()
     absent = ({"epoch", "source"} - set(given)).pop()
-    with pytest.raises(ControlRefusedError, match=f"UPDATE_WEIGHTS needs {absent}") as refused:
+    with pytest.raises(ControlRejectedError, match=f"UPDATE_WEIGHTS needs {absent}") as rejected:
         await link.control(H.UPDATE_WEIGHTS, operation_id="u", fence=1, **given)
-    assert refused.value.code == ErrorCode.INVALID_REQUEST
+    assert rejected.value.code == ErrorCode.INVALID_REQUEST
 
 
 async def test_a_plain_engine_does_not_update_its_weights(stage) -> None:

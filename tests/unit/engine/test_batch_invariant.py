@@ -208,7 +208,7 @@ def test_not_of_the_real_model_either() -> None:
     assert run(engine, asked) == alone(executor, asked)
 
 
-def test_what_it_is_not_for_is_refused_by_name(make_tiny: MakeTiny) -> None:
+def test_what_it_is_not_for_is_rejected_by_name(make_tiny: MakeTiny) -> None:
     source = resolve(str(make_tiny()[0]))
     select = partial(
         select_executor,

@@ -38,19 +38,19 @@ def test_too_little_memory_names_how_much_is_needed(make_tiny: MakeTiny) -> None
 
 
 @pytest.mark.parametrize("length", [1, 513])
-def test_a_length_the_model_was_not_made_for_is_refused(make_tiny: MakeTiny, length: int) -> None:
+def test_a_length_the_model_was_not_made_for_is_rejected(make_tiny: MakeTiny, length: int) -> None:
     directory, _ = make_tiny()
     with pytest.raises(ValueError, match=f"max_sequence_length={length}.* 512 "):
         CpuExecutor(resolve(str(directory)), kv_cache_memory=1 << 20, max_sequence_length=length)
 
 
-def test_an_unknown_dtype_is_refused_by_name(make_tiny: MakeTiny) -> None:
+def test_an_unknown_dtype_is_rejected_by_name(make_tiny: MakeTiny) -> None:
     directory, _ = make_tiny()
     with pytest.raises(ValueError, match=r"dtype='int3'.*float32"):
         CpuExecutor(resolve(str(directory)), dtype="int3", kv_cache_memory=1 << 20)
 
 
-def test_a_model_that_is_not_there_or_not_a_llama_is_refused(make_tiny: MakeTiny, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_or_not_a_llama_is_rejected(make_tiny: MakeTiny, tmp_path: Path) -> None:
     with pytest.raises(ModelSourceError, match="does not exist"):
         resolve(str(tmp_path / "nothing"))
     directory, _ = make_tiny()
@@ -73,7 +73,7 @@ def test_load_and_release_may_be_repeated(make_tiny: MakeTiny) -> None:
     executor.release_kv(None)
 
 
-def test_a_model_that_the_operators_cannot_run_is_refused_at_every_load() -> None:
+def test_a_model_that_the_operators_cannot_run_is_rejected_at_every_load() -> None:
     source = ModelInMemory(RandomCheckpoint(GEMMA, torch.float32, CPU), name="random weights")
     executor = CpuExecutor(
         source, ModelText(lambda: pytest.fail("no text")), kv_cache_memory=1 << 20, batch_invariant=True

@@ -150,7 +150,7 @@ def test_an_echo_engine_keeps_to_the_structure_too() -> None:
     ],
     ids=["syntax", "unknown rule", "unknown type", "endless", "large"],
 )
-def test_a_structure_that_cannot_be_is_refused_by_name(smollm: CpuExecutor, structure: dict[str, Any]) -> None:
+def test_a_structure_that_cannot_be_is_rejected_by_name(smollm: CpuExecutor, structure: dict[str, Any]) -> None:
     params = SamplingParams(structured_output=structure)
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):
         smollm.controller.begin_grammar(params)
@@ -177,7 +177,7 @@ def test_a_large_vocabulary_is_indexed_before_the_engine_serves(
     assert controller._grammars is not None
 
 
-def test_without_a_grammar_state_it_is_refused_not_ignored(smollm: CpuExecutor) -> None:
+def test_without_a_grammar_state_it_is_rejected_not_ignored(smollm: CpuExecutor) -> None:
     engine = DynamicInferenceEngine(smollm, InferenceConfig())
     params = SamplingParams(structured_output={"type": "json_object"})
     with pytest.raises(InvalidSamplingParamsError, match="structured_output"):

@@ -75,10 +75,10 @@ def test_unsound_weights_are_not_staged(make_tiny: MakeTiny, tmp_path: Path, edi
     directory, _ = make_tiny()
     store = loaded(directory)
     in_use = store.weights
-    with pytest.raises(ValueError, match=re.escape(words[0])) as refused:
+    with pytest.raises(ValueError, match=re.escape(words[0])) as rejected:
         store.stage(str(edited(directory, tmp_path / "new", edit)))
     for word in words:
-        assert word in str(refused.value)
+        assert word in str(rejected.value)
     with pytest.raises(RuntimeError, match="without staged weights"):
         store.swap()
     assert store.weights is in_use
@@ -92,13 +92,13 @@ def test_unsound_weights_are_not_loaded(make_tiny: MakeTiny, tmp_path: Path) -> 
     assert store.weights is None
 
 
-def test_another_model_is_refused_with_both_numbers(make_tiny: MakeTiny) -> None:
+def test_another_model_is_rejected_with_both_numbers(make_tiny: MakeTiny) -> None:
     store = loaded(make_tiny()[0])
     with pytest.raises(UnusableWeightsError, match="intermediate_size 80, this engine runs one with 96"):
         store.stage(str(make_tiny(intermediate_size=80)[0]))
 
 
-def test_weights_that_changed_while_they_were_given_back_are_refused(make_tiny: MakeTiny, tmp_path: Path) -> None:
+def test_weights_that_changed_while_they_were_given_back_are_rejected(make_tiny: MakeTiny, tmp_path: Path) -> None:
     directory, _ = make_tiny()
     copy = edited(directory, tmp_path / "copy", lambda tensors: None)
     store = loaded(copy)

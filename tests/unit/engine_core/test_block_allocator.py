@@ -19,7 +19,7 @@ def test_the_last_page_is_a_dummy_that_is_never_given_out() -> None:
     assert sorted(taken.tolist()) == [0, 1, 2, 3]
 
 
-def test_too_small_a_pool_is_refused_with_the_remedy() -> None:
+def test_too_small_a_pool_is_rejected_with_the_remedy() -> None:
     with pytest.raises(ValueError, match=r"num_pages=1.*kv_cache_memory"):
         BlockAllocator(1)
 

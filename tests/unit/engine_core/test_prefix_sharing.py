@@ -301,13 +301,14 @@ def test_a_suspend_that_fails_midway_restores_the_cache(
     engine = make_engine(kv_cache_management_mode=mode)
     add(engine, 0, PROMPT)
     first = engine.step()
-    with monkeypatch.context() as patched, pytest.raises(OSError, match="device lost"):
+    with monkeypatch.context() as patched:
         patched.setattr(engine.executor, "release_weights", fail)
-        engine.suspend()
+        with pytest.raises(OSError, match="device lost"):
+            engine.suspend()
     assert [*first[0].new_tokens, *run(engine)[0].new_tokens] == echo_answer(PROMPT, 4)
 
 
-def test_a_block_that_is_no_multiple_of_a_page_is_refused() -> None:
+def test_a_block_that_is_no_multiple_of_a_page_is_rejected() -> None:
     with pytest.raises(InvalidConfigError, match=r"block_size_tokens=10.*multiple of 4"):
         make_engine(block_size_tokens=10)
 

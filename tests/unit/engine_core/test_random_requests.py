@@ -42,7 +42,7 @@ def make_engine(clock: Clock) -> EngineCore:
 
 
 def bad_or_good(source: random.Random, number: int) -> tuple[EngineRequest, bool]:
-    """A request, and whether it must be refused."""
+    """A request, and whether it must be rejected."""
     prompt = [1 + index % 7 for index in range(source.randint(1, 60))] + [source.randint(1, 999)]
     params: dict[str, Any] = {
         "temperature": 0,
@@ -68,7 +68,7 @@ def bad_or_good(source: random.Random, number: int) -> tuple[EngineRequest, bool
     return request, flaw is not None
 
 
-def refusal(engine: EngineCore, request: EngineRequest) -> str | None:
+def rejection(engine: EngineCore, request: EngineRequest) -> str | None:
     """Why the engine does not take a request; None if it does."""
     try:
         engine.add_request(request)
@@ -90,14 +90,14 @@ def test_thousands_of_random_requests_leak_nothing() -> None:
     try:
         for number in range(REQUESTS):
             request, must_fail = bad_or_good(source, number)
-            refused = refusal(engine, request)
-            if refused is None:
+            rejected = rejection(engine, request)
+            if rejected is None:
                 assert not must_fail
                 open_requests[number] = request
                 answers[number] = []
             else:
                 words = ("prompt", "vocabulary", "num_tokens_total") if must_fail else ("waiting",)
-                assert any(word in refused for word in words)
+                assert any(word in rejected for word in words)
             for _ in range(source.randint(0, 4)):
                 clock.now += source.choice([0.0, 0.5])
                 for output in engine.step():

@@ -146,7 +146,7 @@ def test_an_answer_that_came_with_the_token_that_ends_it_says_which() -> None:
     assert (output.finish_reason, output.stop_token, output.new_tokens) == ("stop", answer[2], [])
 
 
-def test_what_can_never_fit_is_refused_with_the_remedy() -> None:
+def test_what_can_never_fit_is_rejected_with_the_remedy() -> None:
     engine = make_engine()
     with pytest.raises(MaxSequenceLengthOverflowError, match=r"maximum context length was exceeded.*shorten"):
         engine.add_request(request(0, [1] * 256))
@@ -164,7 +164,7 @@ def test_the_waiting_queue_is_bounded() -> None:
         engine.add_request(request(2, [1]))
 
 
-def test_a_token_outside_the_vocabulary_is_refused() -> None:
+def test_a_token_outside_the_vocabulary_is_rejected() -> None:
     with pytest.raises(ValueError, match="vocabulary"):
         make_engine().add_request(request(0, [50_000]))
 
@@ -336,14 +336,14 @@ def test_an_early_stop_token_does_not_end_a_request_that_was_begun_elsewhere() -
     assert last == {0: "length", 1: "stop", 2: "length"}
 
 
-def test_a_total_that_the_prompt_already_has_is_refused_by_name() -> None:
+def test_a_total_that_the_prompt_already_has_is_rejected_by_name() -> None:
     one = request(0, [1, 2, 3])
     params = SamplingParams(num_tokens_total=3)
     with pytest.raises(InvalidSamplingParamsError, match="num_tokens_total=3"):
         make_engine().add_request(EngineRequest(0, one.prompt_tokens, one.generated_tokens, params))
 
 
-def test_what_this_engine_does_not_do_is_refused_by_name() -> None:
+def test_what_this_engine_does_not_do_is_rejected_by_name() -> None:
     with pytest.raises(InvalidConfigError, match="num_speculative_tokens=2"):
         make_engine(num_speculative_tokens=2)
 

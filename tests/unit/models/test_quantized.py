@@ -56,7 +56,7 @@ def test_values_are_those_of_the_gguf_package(kind: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=KIND_NAMES.get)
-def test_columns_that_cut_a_block_are_refused(kind: int) -> None:
+def test_columns_that_cut_a_block_are_rejected(kind: int) -> None:
     with pytest.raises(ValueError, match="16 to 768 cut"):
         tensor_of(kind).columns(slice(16, 768))
 

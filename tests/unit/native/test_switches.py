@@ -7,7 +7,7 @@ from megatron_kernels.cpu.compiled import is_supported
 from megatron_kernels.cpu.records import BFLOAT16, INT8
 from megatron_kernels.cpu.switches import OF_A_STEP, InvalidSwitchError, Switch, is_on
 from megatron_kernels.cpu.tuning import TUNING_VARIABLE, Tuning, tuning
-from megatron_runtime.coordinator.scheduler_hints import request_short_slices
+from megatron_runtime.coordinator.scheduler_hints import request_scheduler_slices
 from megatron_runtime.models.layers.cpu import select_numbers
 from megatron_runtime.models.layers.linear import Linear
 
@@ -80,4 +80,4 @@ def test_torch_can_keep_weights_as_they_were_read(monkeypatch: pytest.MonkeyPatc
 
 def test_the_coordinator_can_do_without_short_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(Switch.SHORT_SLICES, "0")
-    assert request_short_slices() is False
+    assert request_scheduler_slices() is False

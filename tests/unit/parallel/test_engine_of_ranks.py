@@ -13,7 +13,7 @@ from eventually import LONG_SECONDS
 from fleet import Fleet, Load, until_serving, until_status
 
 from megatron_runtime.protocol.headers import Header
-from megatron_runtime.transport.control_link import ControlRefusedError
+from megatron_runtime.transport.control_link import ControlRejectedError
 
 PROMPTS = [[1, 5, 9, 3 + index] for index in range(6)]
 
@@ -44,10 +44,10 @@ async def test_every_rank_confirms_every_verb_and_a_killed_rank_loses_no_request
     await until_serving(link, fleet.engines, seconds=120)
     status = await link.status()
     assert {engine.name: engine.ranks for engine in status.engines} == {"engine-0": 2, "engine-1": 1}
-    with pytest.raises(ControlRefusedError, match="no engine succeeded") as refused:
+    with pytest.raises(ControlRejectedError, match="no engine succeeded") as rejected:
         await link.control(Header.START_CUDA_PROFILER, operation_id="profile", fence=1)
     for name in fleet.engines:
-        assert f"{name}: START_CUDA_PROFILER failed: the CPU has no CUDA profiler" in refused.value.message
+        assert f"{name}: START_CUDA_PROFILER failed: the CPU has no CUDA profiler" in rejected.value.message
     for kind in (Header.PAUSE, Header.SUSPEND, Header.RESUME, Header.UPDATE_WEIGHTS, Header.UNPAUSE):
         new = {"epoch": 1, "source": model} if kind is Header.UPDATE_WEIGHTS else {}
         ack = await link.control(kind, operation_id=kind.name, fence=1, **new)

@@ -83,9 +83,9 @@ def test_foreign_address_in_the_store_is_rejected(meet, tmp_path: Path, rank: in
     store = dist.HashStore()
     other = meet(1 - rank, store, keys)
     store.set(f"address/{rank}", written)
-    with pytest.raises(RendezvousError) as refused:
+    with pytest.raises(RendezvousError) as rejected:
         other.wait_for_all(until=until(0.1))
-    assert refused.value.rank == rank
+    assert rejected.value.rank == rank
 
 
 def test_writes_to_the_store_after_the_rendezvous_have_no_effect(meet, tmp_path: Path) -> None:

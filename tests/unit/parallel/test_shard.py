@@ -58,7 +58,7 @@ def test_a_rank_holds_the_key_value_heads_of_its_query_heads(tensor: int, heads:
 
 def test_indivisible_sizes_are_rejected_with_numbers_and_remedy() -> None:
     shard = ParallelSizes(tensor=2, pipeline=4, expert=3).shard(0)
-    for refuse, message in (
+    for reject, message in (
         (lambda: shard.heads(9), r"tensor_parallel_size=2 does not divide the model's 9 query heads: use 1, 3 or 9"),
         (lambda: shard.kv_heads(3), r"tensor_parallel_size=2 does not divide the model's 3 key-value heads"),
         (lambda: shard.feed_forward(7), r"2 does not divide the model's 7 feed-forward size: use 1 or 7"),
@@ -69,7 +69,7 @@ def test_indivisible_sizes_are_rejected_with_numbers_and_remedy() -> None:
         (lambda: ParallelSizes().shard(1), "rank 1: tensor x pipeline x expert is 1 ranks"),
     ):
         with pytest.raises(IndivisibleError, match=message):
-            refuse()
+            reject()
 
 
 def test_rank_is_read_from_torchrun_or_the_pod() -> None:

@@ -83,10 +83,10 @@ def test_unknown_fields_are_rejected_and_known_ones_are_frozen() -> None:
     ],
 )
 def test_a_value_out_of_range_is_rejected_with_field_value_and_remedy(field: str, value: object) -> None:
-    with pytest.raises(InvalidConfigError, match="want") as refused:
+    with pytest.raises(InvalidConfigError, match="want") as rejected:
         InferenceConfig(**{field: value})  # type: ignore[arg-type]
-    assert refused.value.field == field
-    assert f"InferenceConfig.{field}={value!r}" in str(refused.value)
+    assert rejected.value.field == field
+    assert f"InferenceConfig.{field}={value!r}" in str(rejected.value)
 
 
 def test_enumerations_accept_values() -> None:

@@ -137,10 +137,10 @@ def test_a_header_is_found_however_it_is_encoded(name: str) -> None:
 def test_an_error_shows_little_of_a_large_value() -> None:
     for value in ("x" * (8 << 20), b"\xff" * (8 << 20), [0] * 100_000, {"k": "x" * 10_000}, 1 << 63, None):
         assert len(shown(value)) < 200
-    with pytest.raises(MalformedMessageError) as refused:
+    with pytest.raises(MalformedMessageError) as rejected:
         decode([pack([int(Header.HELLO), {"role": 1, "name": "x" * 60_000, "incarnation": 1}])])
-    assert "field name" in str(refused.value)
-    assert len(str(refused.value)) < 300
+    assert "field name" in str(rejected.value)
+    assert len(str(rejected.value)) < 300
 
 
 def test_only_the_codec_reads_msgpack() -> None:

@@ -113,8 +113,8 @@ async def test_a_port_admits_the_keys_of_its_role_only(make_port, keys: Path, he
 async def test_strangers_without_a_key_and_with_a_key_of_their_own_are_kept_out(make_port, keys, tmp_path) -> None:
     port = make_port(keys=keys)
     stranger = PeerKeys(PeerKeys.load(key_files(tmp_path / "other"), Role.CLIENT).own, port.gatekeeper.keys.own.public)
-    refused = port.dealer(stranger)
-    await refused.send(b"own key")
+    rejected = port.dealer(stranger)
+    await rejected.send(b"own key")
     await until(lambda: port.gatekeeper.rejected == 1)
     await (await port.raw()).end()
     wrong_server = port.dealer(PeerKeys(PeerKeys.load(keys, Role.CLIENT).own, stranger.own.public))

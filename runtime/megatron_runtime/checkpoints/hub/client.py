@@ -286,7 +286,7 @@ def _require_success(response: httpx.Response, reference: Reference) -> None:
     reason = escaped(response.headers.get("x-error-message") or response.reason_phrase)
     if status in (401, 403):
         raise HubError(
-            f"the hub refuses {reference}: {status} {escaped(response.reason_phrase)} ({reason}); it is private or a "
+            f"the hub rejects {reference}: {status} {escaped(response.reason_phrase)} ({reason}); it is private or a "
             "gated repo, or does not exist: give a token that may read it (HF_TOKEN, --token-file or tokenSecretRef)"
         )
     if status == 404:

@@ -303,7 +303,7 @@ class CoordinatorCore:
             try:
                 prompt = tokens_to_bytes(self._tokenize(message.prompt.decode("utf-8", "replace")))
             except MalformedMessageError as error:
-                self.counters.refused += 1
+                self.counters.error_answers += 1
                 rejection = Error(code=ErrorCode.INVALID_REQUEST, message=str(error), uid=message.uid)
                 self.context.answer(client, rejection.to_frames(), uid=message.uid)
                 return

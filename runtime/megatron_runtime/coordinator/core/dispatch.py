@@ -317,7 +317,7 @@ class Dispatcher:
                 engine = other.engine
                 if engine is not None and self.may_move(other, engine, entry, now):
                     self._counters.moved += 1
-                    self._take_back(other)
+                    self._recall(other)
                     other.moved_at = now
                     self._wait(other, moved=True)
                     self._dispatch(entry, [engine])
@@ -360,7 +360,7 @@ class Dispatcher:
                 return
             if entry.meta.engine or not any(other.runs(entry.model) for other in self._engines.with_room()):
                 continue
-            self._take_back(entry)
+            self._recall(entry)
             engine.relieved.append(entry)
             self._replay(entry)
             self.pump()
@@ -369,7 +369,7 @@ class Dispatcher:
         self._counters.replays += 1
         self._wait(entry, first=True)
 
-    def _take_back(self, entry: Entry) -> None:
+    def _recall(self, entry: Entry) -> None:
         """Take an open request from the queue, or from its engine; the caller puts it somewhere else."""
         engine = entry.engine
         if engine is None:
@@ -418,7 +418,7 @@ class Dispatcher:
             elif action is Action.REJECT_MODEL:
                 self._reject_model(entry, self._engines.serving())
             else:
-                self._take_back(entry)
+                self._recall(entry)
                 self._wait(entry, first=True)
             self.needs_pump = True
 
@@ -468,7 +468,7 @@ class Dispatcher:
         self._answer_error(entry, code, message, retry_after=retry_after)
 
     def _answer_error(self, entry: Entry, code: ErrorCode, message: str, *, retry_after: float | None = None) -> None:
-        self._counters.refused += 1
+        self._counters.error_answers += 1
         if entry.client.plain:
             frames = plain_protocol.failed_reply(entry.plain_id or 0, code, message)
         else:

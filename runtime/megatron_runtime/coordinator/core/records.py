@@ -356,7 +356,7 @@ class Counters:
     late: int = _counter("late_answers", "Final answers of engines that had been removed, delivered.")
     evicted_blocks: int = _counter("evicted_blocks", "Prefix blocks that engines reported as evicted.")
     completed: int = _counter("completed_requests", "Requests that got their final answer from an engine.")
-    refused: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
+    error_answers: int = _counter("refused_requests", "Requests that the coordinator answered with an error.")
     aborted: int = _counter("aborted_requests", "Requests aborted by their client, or because it left.")
     partials: int = _counter("partials", "Partial answers received from engines.")
     engines_lost: int = _counter("engines_lost", "Engines removed because they left, failed or sent no heartbeat.")
