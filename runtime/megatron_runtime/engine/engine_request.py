@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 import numpy.typing as npt
 
+from megatron_runtime.protocol.codec import tokens_from_bytes
 from megatron_runtime.protocol.headers import ErrorCode
-from megatron_runtime.protocol.messages import Dispatch, tokens_from_bytes
 from megatron_runtime.requests.events import DynamicInferenceEvent
 from megatron_runtime.requests.sampling_params import SamplingParams
+
+if TYPE_CHECKING:  # pydantic takes long to import, and a load needs no messages
+    from megatron_runtime.protocol.messages import Dispatch
 
 TopLogProbs = list[tuple[int, float]]
 FinishReason = Literal["stop", "length", "abort", "error"]
