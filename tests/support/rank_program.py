@@ -167,7 +167,7 @@ def _plant_failure(options: dict[str, Any], rank: int) -> None:
     def failing(self: TorchExecutor, *arguments: Any) -> Any:
         if left[0]:
             left[0] -= 1
-            raise ValueError(f"{name} fails as told")
+            raise ValueError(f"{name} fails: injected fault")
         return method(self, *arguments)
 
     setattr(TorchExecutor, name, failing)

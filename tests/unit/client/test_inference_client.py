@@ -333,7 +333,7 @@ class TestHandshake:
         socket.close(linger=0)
         context.term()
 
-    async def test_any_other_answer_is_an_assertion_error_at_once(self, impostor) -> None:
+    async def test_any_other_answer_raises_an_assertion_error(self, impostor) -> None:
         port, answer, _ = impostor
         answer[:] = [b"\x91\x01"]  # CONNECT_ACK, of another protocol
         client = InferenceClient(port)

@@ -98,7 +98,7 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
         assert final["generated_tokens"] == list(tokens[: len(final["generated_tokens"])])
         whole = answer(text, stops)
         shown = bytes(streamed).decode(errors="ignore")
-        assert whole.startswith(shown), "something was shown that had to be taken back"
+        assert whole.startswith(shown), "text was shown and then withdrawn"
         if final["finish_reason"] == "stop":
             assert final["generated_text"] == whole
         else:
@@ -116,7 +116,7 @@ def test_partials_are_a_prefix_of_the_answer_after_any_engine_failures(text, sto
 )
 @settings(max_examples=60)
 def test_lost_and_repeated_messages_neither_lose_nor_duplicate_tokens(parts, fates, data) -> None:
-    """After a loss the coordinator sends anew from where the client is; after a failover the last engine knows only
+    """After a loss the coordinator sends again from where the client is; after a failover the last engine knows only
     the log-probabilities of its own tokens.
     """
 

@@ -109,7 +109,7 @@ def test_the_best_rank_is_the_identity_of_the_rank_with_the_prefix(pool, policy)
     assert coordinator.get_best_data_parallel_rank(hashes) == RANKS[1]
     assert coordinator.get_best_data_parallel_rank([]) == RANKS[0]
     with pytest.raises(KeyError, match="no engine with identity"):
-        coordinator._update_rank_hashes(b"nobody", hashes)
+        coordinator._update_rank_hashes(b"unknown", hashes)
 
 
 @pytest.mark.parametrize("options", [{}, {"block_size_tokens": 2}, {"enable_prefix_caching": True}], ids=str)

@@ -201,14 +201,14 @@ def test_no_bit_depends_on_batch_chunks_cache_preemption_suspend_update_or_abort
         assert number in aborted or answer == expected[number]
 
 
-def test_not_of_the_real_model_either() -> None:
+def test_rows_of_the_real_model_do_not_depend_on_the_batch() -> None:
     executor = make_executor("builtin:smollm2-135m", kv_cache_memory=64 << 20)
     asked = requests(3, vocabulary=49_000, longest=20, answer=7)
     engine = make_engine(executor, max_requests=3, max_tokens=16, enable_prefix_caching=True, block_size_tokens=16)
     assert run(engine, asked) == alone(executor, asked)
 
 
-def test_what_it_is_not_for_is_rejected_by_name(make_tiny: MakeTiny) -> None:
+def test_an_unsupported_use_is_rejected_by_name(make_tiny: MakeTiny) -> None:
     source = resolve(str(make_tiny()[0]))
     select = partial(
         select_executor,
@@ -225,7 +225,7 @@ def test_what_it_is_not_for_is_rejected_by_name(make_tiny: MakeTiny) -> None:
         select(dtype="bfloat16")
 
 
-def test_the_facade_and_the_command_take_it() -> None:
+def test_the_python_interface_and_the_command_accept_it() -> None:
     config = InferenceConfig(batch_invariant=True, buffer_size_gb=0.02, max_sequence_length=64)
     with MegatronLLM.from_pretrained("builtin:smollm2-135m", inference_config=config, threads=1) as llm:
         assert isinstance(llm.controller.inference_wrapped_model.model, BatchInvariantDecoder)

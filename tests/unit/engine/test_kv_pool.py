@@ -44,7 +44,7 @@ def test_kept_pages_come_back_and_others_are_zero() -> None:
     assert not after[:, rest].any()
 
 
-def test_memory_that_is_given_back_is_the_systems() -> None:
+def test_released_memory_returns_to_the_system() -> None:
     pool = make_pool(pages=2048)
     fill(pool)
     held = resident()
@@ -55,7 +55,7 @@ def test_memory_that_is_given_back_is_the_systems() -> None:
     assert resident() - (held - freed) < 10 * MEBIBYTES
 
 
-def test_too_little_memory_leaves_what_was_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_out_of_memory_error_keeps_the_kept_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     pool = make_pool()
     before = fill(pool)
     pool.release(np.array([5]))

@@ -107,7 +107,7 @@ def test_they_are_those_of_the_reference(
         check(answer.prompt[0], answer.prompt_top[0], prompt[1:], lines[: len(prompt) - 1])
 
 
-def test_processed_ones_are_of_what_is_drawn_from(make_tiny: MakeTiny) -> None:
+def test_processed_log_probs_are_those_of_the_sampled_distribution(make_tiny: MakeTiny) -> None:
     directory, reference = make_tiny()
     executor = CpuExecutor(
         resolve(str(directory)), dtype="float32", kv_cache_memory=1 << 20, logprobs_mode="processed_logprobs"

@@ -26,7 +26,7 @@ from megatron_kernels.cpu.memory import PAGES_THREAD
 from megatron_runtime.checkpoints.source import resolve
 from megatron_runtime.sampling_params import IGNORE_EOS, SamplingParams
 
-gc.disable()  # a collection of a large heap takes seconds, in which an engine sends no sign of life
+gc.disable()  # a collection of a large heap takes seconds, in which an engine sends no heartbeat
 
 
 def memory():
@@ -71,7 +71,7 @@ print(json.dumps({mode: life(mode) for mode in KVCacheManagementMode}))
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [("float32", 4), ("bfloat16", 2)])
-def test_a_suspend_leaves_the_memory_of_before_the_load_and_a_resume_goes_on(dtype: str, itemsize: int) -> None:
+def test_a_suspend_releases_all_memory_of_the_load_and_a_resume_continues(dtype: str, itemsize: int) -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT, dtype], capture_output=True, text=True, timeout=LONG_SECONDS)
     assert done.returncode == 0, done.stderr
     reports = json.loads(done.stdout)

@@ -110,7 +110,7 @@ def test_answers_of_the_real_model_match(smollm: CpuExecutor) -> None:
     check(smollm, 4)
 
 
-def test_an_answer_goes_on_from_the_tokens_it_came_with(smollm: CpuExecutor) -> None:
+def test_an_answer_continues_from_its_generated_tokens(smollm: CpuExecutor) -> None:
     structure = {"type": "json_schema", "value": PERSON}
     params = SamplingParams(temperature=0.0, num_tokens_to_generate=80, structured_output=structure)
     ((whole, reason),) = answers_of(smollm, [params])

@@ -98,7 +98,7 @@ def test_another_model_is_rejected_with_both_numbers(make_tiny: MakeTiny) -> Non
         store.stage(str(make_tiny(intermediate_size=80)[0]))
 
 
-def test_weights_that_changed_while_they_were_given_back_are_rejected(make_tiny: MakeTiny, tmp_path: Path) -> None:
+def test_weights_that_changed_while_released_are_rejected(make_tiny: MakeTiny, tmp_path: Path) -> None:
     directory, _ = make_tiny()
     copy = edited(directory, tmp_path / "copy", lambda tensors: None)
     store = loaded(copy)
@@ -115,7 +115,7 @@ def test_weights_that_changed_while_they_were_given_back_are_rejected(make_tiny:
     assert store.weights is None
 
 
-def test_too_little_memory_is_told_with_both_amounts(make_tiny: MakeTiny) -> None:
+def test_an_out_of_memory_error_names_both_amounts(make_tiny: MakeTiny) -> None:
     def short(needed: int, *, what: str) -> None:
         require_memory(needed, what=what, available=needed - 1)
 

@@ -57,7 +57,7 @@ def test_a_batched_release_decrements_for_each_entry_and_frees_once() -> None:
     allocator.check_integrity(pages())
 
 
-def test_a_batched_release_keeps_its_order_whoever_else_held_a_page() -> None:
+def test_a_batched_release_keeps_its_order_with_shared_pages() -> None:
     allocator = BlockAllocator(10)
     taken = allocator.allocate(3)
     assert taken is not None
@@ -93,7 +93,7 @@ def test_a_page_released_more_often_than_held_is_an_error() -> None:
         allocator.release(taken)
 
 
-def test_integrity_finds_a_page_that_an_owner_forgot() -> None:
+def test_the_integrity_check_finds_a_leaked_page() -> None:
     allocator = BlockAllocator(10)
     taken = allocator.allocate(2)
     assert taken is not None

@@ -107,7 +107,7 @@ def test_blocks_are_stored_only_after_the_step_that_computed_them() -> None:
     assert engine.take_block_events().stored == digests[1:]
 
 
-def test_who_shares_a_prefix_under_computation_waits_and_is_overtaken() -> None:
+def test_a_request_that_shares_a_prefix_under_computation_waits_and_others_run() -> None:
     engine = make_engine()
     add(engine, 0, PROMPT)
     add(engine, 1, PROMPT)
@@ -120,7 +120,7 @@ def test_who_shares_a_prefix_under_computation_waits_and_is_overtaken() -> None:
     assert engine.stats().prefix_coordination_waits == 1
 
 
-def test_nobody_waits_for_a_request_that_was_aborted() -> None:
+def test_no_request_waits_for_an_aborted_one() -> None:
     engine = make_engine(max_tokens=12)
     add(engine, 0, PROMPT)
     add(engine, 1, PROMPT)
@@ -167,7 +167,7 @@ def test_a_request_that_does_not_read_the_cache_does_not_wait_for_another_to_fil
     assert engine.stats().prefix_coordination_waits == 0
 
 
-def test_what_a_request_computed_itself_before_it_was_preempted_is_no_hit() -> None:
+def test_blocks_that_a_preempted_request_computed_itself_do_not_count_as_cached() -> None:
     engine = make_engine()
     add(engine, 0, PROMPT)
     step(engine)
@@ -212,7 +212,7 @@ def test_cached_blocks_make_room_for_running_requests() -> None:
     assert engine.stats().preemptions == 0
 
 
-def test_a_prefix_that_victims_alone_hold_is_room_for_nobody_else() -> None:
+def test_a_prefix_held_only_by_victims_does_not_count_as_free() -> None:
     """Where only a victim holds the matched blocks they are pinned when it goes: they make no room beside."""
     engine = make_engine(pages=9)
     add(engine, 0, PROMPT[:18], 10, priority=1)
@@ -226,7 +226,7 @@ def test_a_prefix_that_victims_alone_hold_is_room_for_nobody_else() -> None:
     assert last[2].new_tokens == echo_answer(PROMPT[:16] + [90] * 5, 4)
 
 
-def test_pages_that_others_share_with_a_victim_make_no_room() -> None:
+def test_pages_shared_with_a_victim_are_not_freed() -> None:
     engine = make_engine(pages=8)
     add(engine, 0, PROMPT[:18], 8)
     step(engine)
@@ -239,7 +239,7 @@ def test_pages_that_others_share_with_a_victim_make_no_room() -> None:
     assert last[2].new_tokens == echo_answer([90] * 11, 4)
 
 
-def test_what_was_under_computation_as_the_epoch_changed_does_not_become_findable() -> None:
+def test_blocks_computed_during_a_change_of_epoch_are_not_cached() -> None:
     engine = make_engine(max_tokens=12)
     add(engine, 0, PROMPT)
     step(engine)

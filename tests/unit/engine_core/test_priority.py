@@ -52,7 +52,7 @@ def step(engine: EngineCore, answers: dict[int, list[int]]) -> None:
     engine.check_integrity()
 
 
-def test_it_takes_the_slot_of_the_last_in_line_who_goes_on_later_where_it_was() -> None:
+def test_a_higher_priority_preempts_the_last_request_which_continues_later() -> None:
     engine = make_engine()
     answers: dict[int, list[int]] = {}
     for number in range(3):
@@ -72,7 +72,7 @@ def test_it_takes_the_slot_of_the_last_in_line_who_goes_on_later_where_it_was() 
     assert kinds == [Event.ADD_ENGINE, Event.ADD_CONTEXT, Event.EVICT, Event.ADD_CONTEXT, Event.FINISH]
 
 
-def test_it_takes_pages_of_as_few_as_make_room() -> None:
+def test_preemption_takes_as_few_requests_as_needed() -> None:
     engine = make_engine(pages=1 + 30, max_requests=8)
     answers: dict[int, list[int]] = {}
     for number in range(6):
@@ -90,7 +90,7 @@ def test_it_takes_pages_of_as_few_as_make_room() -> None:
 
 
 @pytest.mark.parametrize("priority", [1, 2])
-def test_nobody_gives_way_to_its_own_priority_or_a_lower_one(priority: int) -> None:
+def test_no_request_is_preempted_by_an_equal_or_lower_priority(priority: int) -> None:
     engine = make_engine()
     answers: dict[int, list[int]] = {}
     for number in range(3):
@@ -103,7 +103,7 @@ def test_nobody_gives_way_to_its_own_priority_or_a_lower_one(priority: int) -> N
     assert answers[5] == echo_answer(prompt(5), 5)
 
 
-def test_nobody_gives_way_where_that_makes_no_room() -> None:
+def test_no_request_is_preempted_if_that_frees_too_little() -> None:
     engine = make_engine(pages=1 + 30)
     answers: dict[int, list[int]] = {}
     add(engine, 0, priority=0, length=20 * PAGE, answer=8)
@@ -134,7 +134,7 @@ def test_a_prompt_of_higher_priority_has_the_tokens_of_a_step_first() -> None:
     assert answers[0] == echo_answer(prompt(0, 100), 20)
 
 
-def test_where_every_token_of_a_step_goes_to_decodes_one_makes_place() -> None:
+def test_a_decode_is_deferred_if_decodes_take_every_token_of_a_step() -> None:
     engine = make_engine(max_requests=3, max_tokens=3)
     answers: dict[int, list[int]] = {}
     for number in range(3):
@@ -171,7 +171,7 @@ def test_a_cached_prefix_that_only_victims_held_is_computed_again_where_it_was_f
 
 @settings(max_examples=25)
 @given(st.integers(0, 10**9), st.integers(20, 60), st.sampled_from([5, 17, 64]))
-def test_the_first_in_line_always_runs_and_every_answer_is_exact(seed: int, pages: int, max_tokens: int) -> None:
+def test_the_first_request_always_runs_and_every_answer_is_exact(seed: int, pages: int, max_tokens: int) -> None:
     random = Random(seed)
     engine = make_engine(pages=pages, max_tokens=max_tokens, max_requests=random.randint(1, 5))
     longest = min(60, engine.context.max_sequence_length - 16)

@@ -76,7 +76,7 @@ def test_memory_pressure_preempts_and_nothing_is_sampled_twice() -> None:
     assert answers == {index: echo_answer([index + 1] * 8, 40) for index in range(6)}
 
 
-def test_a_request_whose_grammar_is_not_ready_sits_out_the_step_and_no_other_does() -> None:
+def test_only_a_request_whose_grammar_is_not_ready_skips_the_step() -> None:
     engine = make_engine()
     for index in range(2):
         engine.add_request(request(index, [1, 2, 3]))
@@ -138,7 +138,7 @@ def test_a_stop_token_ends_a_request_and_counts_from_min_tokens_on() -> None:
     assert reasons == {0: ("stop", answer[2]), 1: ("length", None), 2: ("stop", answer[2])}
 
 
-def test_an_answer_that_came_with_the_token_that_ends_it_says_which() -> None:
+def test_an_answer_whose_generated_tokens_end_it_names_the_stop_token() -> None:
     answer = echo_answer([3, 4], 3)
     engine = make_engine()
     engine.add_request(request(0, [3, 4], 10, generated=answer, stop_token_ids=[answer[2]]))
@@ -146,7 +146,7 @@ def test_an_answer_that_came_with_the_token_that_ends_it_says_which() -> None:
     assert (output.finish_reason, output.stop_token, output.new_tokens) == ("stop", answer[2], [])
 
 
-def test_what_can_never_fit_is_rejected_with_the_remedy() -> None:
+def test_a_request_that_can_never_fit_is_rejected_with_the_remedy() -> None:
     engine = make_engine()
     with pytest.raises(MaxSequenceLengthOverflowError, match=r"maximum context length was exceeded.*shorten"):
         engine.add_request(request(0, [1] * 256))
@@ -199,7 +199,7 @@ def test_lower_priority_numbers_go_first_and_equal_ones_in_the_order_of_arrival(
     assert order(engine) == [3, 1, 4, 0, 2]
 
 
-def test_who_is_preempted_keeps_its_place_and_the_first_in_line_always_gets_on() -> None:
+def test_a_preempted_request_keeps_its_place_and_the_first_always_makes_progress() -> None:
     engine = make_engine(pages=20)
     for index in range(6):
         engine.add_request(request(index, [index + 1] * 8, 40))
@@ -235,7 +235,7 @@ def test_a_request_past_its_deadline_ends_and_frees_its_memory(running: bool) ->
     assert (engine.context.usage == 0) is running
 
 
-def test_what_ended_in_time_is_not_ended_again() -> None:
+def test_a_call_that_ended_in_time_is_not_killed() -> None:
     clock = Clock()
     executor = EchoExecutor(page_size=4)
     executor.load()
@@ -294,7 +294,7 @@ def test_without_chunking_a_preempted_request_comes_back_whatever_its_length() -
     assert engine.stats().preemptions > 0
 
 
-def test_prompts_get_what_decodes_leave_of_a_step() -> None:
+def test_prompts_get_the_tokens_of_a_step_that_decodes_leave() -> None:
     engine = make_engine(max_tokens=12)
     for number in range(6):
         engine.add_request(request(number, [number + 1] * 2, 30))
@@ -343,7 +343,7 @@ def test_a_total_that_the_prompt_already_has_is_rejected_by_name() -> None:
         make_engine().add_request(EngineRequest(0, one.prompt_tokens, one.generated_tokens, params))
 
 
-def test_what_this_engine_does_not_do_is_rejected_by_name() -> None:
+def test_an_unsupported_parameter_is_rejected_by_name() -> None:
     with pytest.raises(InvalidConfigError, match="num_speculative_tokens=2"):
         make_engine(num_speculative_tokens=2)
 
@@ -357,7 +357,7 @@ def test_the_load_is_logged_every_so_many_steps(caplog: pytest.LogCaptureFixture
     assert "num_running=1" in caplog.text
 
 
-def test_a_request_tells_how_it_went() -> None:
+def test_a_request_reports_its_times_and_epochs() -> None:
     clock = Clock()
     executor = EchoExecutor(page_size=4, num_pages=12)
     executor.load()
@@ -376,7 +376,7 @@ def test_a_request_tells_how_it_went() -> None:
     assert summary.policy_epoch == summary.kv_cache_epoch == [(0, 0)]
 
 
-def test_epochs_are_told_as_spans() -> None:
+def test_epochs_are_reported_as_spans() -> None:
     engine = make_engine()
     engine.add_request(request(0, [1, 2, 3], 6))
     for epoch in (4, 4, 6):
@@ -404,7 +404,7 @@ def test_an_epoch_that_came_before_the_first_token_is_the_first_of_the_answer() 
     assert [summaries[number].kv_cache_epoch for number in (0, 1)] == [[(0, 0), (8, 4)], [(0, 4)]]
 
 
-def test_a_cache_computed_again_is_of_the_newest_epoch_alone() -> None:
+def test_a_recomputed_cache_has_only_the_newest_epoch() -> None:
     engine = make_engine()
     engine.add_request(request(0, [1, 2, 3], 6))
     engine.step()

@@ -66,7 +66,7 @@ def test_a_tenant_that_has_every_slot_gives_half_of_them_to_another() -> None:
     assert answers == {number: echo_answer(prompt(number), 20) for number in range(16)}
 
 
-def test_a_tenant_that_fills_the_memory_makes_room_for_another() -> None:
+def test_a_tenant_that_fills_the_memory_is_preempted_for_another() -> None:
     engine = make_engine(pages=1 + 40, max_requests=16)
     answers: dict[int, list[int]] = {}
     for number in range(16):
@@ -98,7 +98,7 @@ def test_long_prompts_of_a_tenant_do_not_hold_up_the_prompt_of_another() -> None
 
 
 @pytest.mark.parametrize("waiting", ["a", "b"])
-def test_equal_shares_are_left_alone(waiting: str) -> None:
+def test_tenants_with_equal_shares_are_not_preempted(waiting: str) -> None:
     engine = make_engine()
     answers: dict[int, list[int]] = {}
     for number, tenant in enumerate("aabb"):
@@ -125,7 +125,7 @@ def test_a_tenant_alone_is_served_in_the_order_of_arrival_again() -> None:
     assert list(run(engine, answers)) == [0, 1, 2, 4]
 
 
-def test_a_priority_goes_before_a_share() -> None:
+def test_priority_precedes_the_share_of_a_tenant() -> None:
     engine = make_engine(max_requests=2)
     answers: dict[int, list[int]] = {}
     for number in range(2):
@@ -141,7 +141,7 @@ def test_a_priority_goes_before_a_share() -> None:
 @pytest.mark.slow
 @settings(max_examples=40)
 @given(st.integers(0, 10**9), st.integers(20, 60), st.sampled_from([5, 17, 64]))
-def test_nothing_overtakes_the_first_in_line_and_every_answer_is_exact(seed: int, pages: int, max_tokens: int) -> None:
+def test_no_request_overtakes_the_first_and_every_answer_is_exact(seed: int, pages: int, max_tokens: int) -> None:
     random = Random(seed)
     engine = make_engine(pages=pages, max_tokens=max_tokens, max_requests=random.randint(1, 5))
     longest = min(60, engine.context.max_sequence_length - 16)

@@ -60,12 +60,12 @@ def test_the_weights_are_cast_to_the_given_type(to: str, model: Path, tmp_path: 
 
 def test_unknown_fields_of_the_configuration_are_kept(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps({**config, "made_by": "somebody"}))
+    (model / "config.json").write_text(json.dumps({**config, "trained_by": "a team"}))
     (model / "tokenizer_config.json").write_text("{}")
     (model / "generation_config.json").write_text('{"eos_token_id": [2, 5]}')
     convert(str(model), tmp_path / "megatron", to="torch_dist")
     convert(str(tmp_path / "megatron"), tmp_path / "back", to="safetensors")
-    assert json.loads((tmp_path / "back" / "config.json").read_text())["made_by"] == "somebody"
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["trained_by"] == "a team"
     assert (tmp_path / "back" / "tokenizer_config.json").read_text() == "{}"
     assert open_checkpoint(resolve(str(tmp_path / "back"))).config.eos_token_ids == (2, 5)
 

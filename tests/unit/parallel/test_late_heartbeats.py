@@ -107,7 +107,7 @@ def test_a_late_heartbeat_is_not_a_loss(end: End) -> None:
 
 
 @pytest.mark.timeout(120)
-def test_an_end_that_is_late_itself_does_not_count_that_time(end: End) -> None:
+def test_the_delay_of_the_watching_process_does_not_count_as_silence(end: End) -> None:
     end.beat()
     time.sleep(0.1)
     hold_interpreter(2 * SHORT_SECONDS)

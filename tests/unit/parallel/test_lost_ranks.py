@@ -102,7 +102,7 @@ def test_a_step_that_fails_on_one_rank_ends_the_engine_with_its_error(
     assert engine.exit_codes() == [1, 1]
     for rank in (0, 1):
         assert termination_message(tmp_path, rank)["rank"] == 1
-        assert termination_message(tmp_path, rank)["message"] == "rank 1: execute_part fails as told"
+        assert termination_message(tmp_path, rank)["message"] == "rank 1: execute_part fails: injected fault"
 
 
 @pytest.mark.parametrize(
@@ -187,7 +187,7 @@ def test_a_slow_step_is_not_a_hang(start, options: dict[str, Any], after: int, s
 
 def test_order_that_fails_on_one_rank_is_rolled_back_and_can_be_retried(start, options: dict[str, Any]) -> None:
     engine = start({**options, "fail": [1, "load", 1]})
-    assert engine.next_message() == "rank 1: load: load fails as told"
+    assert engine.next_message() == "rank 1: load: load fails: injected fault"
     assert {index: len(answer["tokens"]) for index, answer in engine.next_message().items()} == {0: 12, 1: 12}
     assert engine.exit_codes() == [0, 0]
 

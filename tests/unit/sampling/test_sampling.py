@@ -131,7 +131,7 @@ def test_the_likeliest_token_passes_the_highest_min_p(top_k: int, top_p: float) 
 
 
 @pytest.mark.slow
-def test_large_vocabulary_is_drawn_from_whole_however_flat() -> None:
+def test_every_token_of_a_large_flat_vocabulary_can_be_drawn() -> None:
     """More tokens matter than are sorted at first: every stage of the search must agree with the definition."""
     vocabulary, draws = 9000, 300
     random = np.random.default_rng(2)

@@ -147,7 +147,7 @@ def _received(raw: socket.socket) -> int:
     return count
 
 
-async def test_deadlines_do_not_end_a_stream_that_waits(start: Any) -> None:
+async def test_connection_deadlines_do_not_end_a_waiting_stream(start: Any) -> None:
     running = await start(
         connections=replace(SHORT, header_seconds=0.2, body_seconds=0.2, body_idle_seconds=0.2, stall_seconds=0.2),
         keep_alive_seconds=0.3,

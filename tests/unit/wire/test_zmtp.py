@@ -266,12 +266,12 @@ async def test_sent_messages_leave_before_the_end_and_the_port_is_free_at_once(e
     dealer = either.dealer(reconnects=True)
     await dealer.send(b"hello")
     peer, _ = await either.next()
-    assert either.send(peer, b"last words")
+    assert either.send(peer, b"last message")
     either.router.close()
     number = int(either.address.rsplit(":", 1)[1])
     with socket.create_server(("127.0.0.1", number)):
         await either.router.closed()
-    assert await asyncio.wait_for(dealer.recv(), LONG_SECONDS) == b"last words"
+    assert await asyncio.wait_for(dealer.recv(), LONG_SECONDS) == b"last message"
 
 
 def has_ipv6() -> bool:

@@ -22,7 +22,7 @@ from megatron_runtime.transport.zmtp.frames import COMMAND, MORE
 # --- protocol violations ----------------------------------------------------------------------------------------------
 
 NONSENSE = {
-    "not ZMTP": b"GET / HTTP/1.1\r\nHost: coordinator\r\nAccept: */*\r\nUser-Agent: somebody\r\n\r\n",
+    "not ZMTP": b"GET / HTTP/1.1\r\nHost: coordinator\r\nAccept: */*\r\nUser-Agent: browser\r\n\r\n",
     "ZMTP 2": b"\xff" + bytes(7) + b"\x01\x7f\x01\x05" + bytes(60),
     "an old version": NULL_BEGIN[:10] + b"\x02" + NULL_BEGIN[11:],
     "READY, but not as a command": NULL_BEGIN.replace(READY, frames.frame(0, READY[2:])),
