@@ -1,4 +1,4 @@
-"""Two tenants in two namespaces under one operator. The coordinator of one answers garbage and the highest fences."""
+"""Two tenants in two namespaces under one operator. One tenant's coordinators answer garbage and the highest fences."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from eventually import eventually
-from hostile_coordinator import HIGHEST, HostileCoordinator
+from hostile_coordinator import ANSWERS, HIGHEST, HostileCoordinator
 
 from megatron_operator.cluster.api import KubeApi
 
@@ -19,6 +19,9 @@ from .operator_process import OperatorProcess
 
 pytestmark = pytest.mark.cluster
 
+HIGHEST_FENCE = "the highest fence"
+ATTACKERS = 4
+"""Resources of the attacker. Each has a coordinator that gives its share of the hostile answers."""
 ROUND = ("Running", "Paused", "Running", "Suspended", "Running")
 
 
@@ -34,7 +37,7 @@ async def attacker_namespace(api: KubeApi, namespace: str) -> AsyncIterator[str]
 async def fleets(
     api: KubeApi, namespace: str, attacker_namespace: str, tmp_path: Path
 ) -> AsyncIterator[tuple[InProcessFleet, InProcessFleet]]:
-    """The pods of the tenant and of the attacker; both find their coordinators in one folder."""
+    """The pods of the tenant and of the attacker. Both use the same folder for the coordinators' sockets."""
     made = tuple(InProcessFleet(api, namespace=name, folder=tmp_path) for name in (namespace, attacker_namespace))
     for fleet in made:
         fleet.start()
@@ -44,43 +47,53 @@ async def fleets(
 
 
 @pytest.fixture
-async def hostile(tmp_path: Path) -> AsyncIterator[HostileCoordinator]:
-    made = HostileCoordinator(path=tmp_path / "attacker.sock")
+async def hostile(tmp_path: Path) -> AsyncIterator[list[HostileCoordinator]]:
+    made = []
+    for number in range(ATTACKERS):
+        share = dict(list(ANSWERS.items())[number::ATTACKERS])
+        answers = {HIGHEST_FENCE: ANSWERS[HIGHEST_FENCE], **share}
+        made.append(HostileCoordinator(answers, path=tmp_path / f"attacker-{number}.sock"))
     yield made
-    await made.close()
+    for coordinator in made:
+        await coordinator.close()
 
 
-async def test_the_verbs_of_the_other_tenant_work_throughout(
+async def test_a_hostile_tenant_does_not_affect_the_verbs_of_another(
     api: KubeApi,
     namespace: str,
     attacker_namespace: str,
     cluster_wide: None,
     fleets: tuple[InProcessFleet, InProcessFleet],
-    hostile: HostileCoordinator,
+    hostile: list[HostileCoordinator],
     make_operator: Callable[..., OperatorProcess],
 ) -> None:
     fleet = fleets[0]
     fleet.coordinator("demo")
     operator = make_operator("--no-security", "--coordinator-address", fleet.address_template, everywhere=True)
     await operator.start()
-    tenant, attacker = Resource(api, namespace), Resource(api, attacker_namespace, "attacker")
-    await attacker.create()
+    tenant = Resource(api, namespace)
+    attackers = [Resource(api, attacker_namespace, f"attacker-{number}") for number in range(ATTACKERS)]
+    for attacker in attackers:
+        await attacker.create()
 
     async def answered() -> bool:
-        return hostile.round.is_set()
+        return all(coordinator.round.is_set() for coordinator in hostile)
 
     def names_the_fence(status: dict[str, Any]) -> bool:
         return condition(status, "Degraded").get("reason") == "StaleFence"
 
-    await attacker.until(names_the_fence)
+    for attacker in attackers:
+        await attacker.until(names_the_fence)
     await tenant.create()
     for state in ROUND:
         await tenant.patch(desiredState=state)
-        await attacker.patch(desiredState=state)
+        for attacker in attackers:
+            await attacker.patch(desiredState=state)
         await tenant.settled(state)
-    await eventually(answered, what="the attacker's coordinator gave each of its answers")
-    await attacker.until(names_the_fence)
-    # Its answers also came after the last verb of the tenant: one more round.
+    await eventually(answered, what="the attacker's coordinators gave each of their answers")
+    for attacker in attackers:
+        await attacker.until(names_the_fence)
+    # The last hostile answers may have come after the tenant's last verb: one more round.
     for state in ("Paused", "Running"):
         await tenant.patch(desiredState=state)
         await tenant.settled(state)

@@ -92,7 +92,7 @@ class SimulatedEngine:
 
 
 @dataclass(eq=False)
-class Asked:
+class ClientRequest:
     """A request of the client, and what has come of it."""
 
     uid: bytes
@@ -126,7 +126,7 @@ class SimulatedFleet:
         self.core = self.driver.core
         self.say = self.driver.say
         self.engines: dict[str, SimulatedEngine] = {}
-        self.asked: dict[bytes, Asked] = {}
+        self.asked: dict[bytes, ClientRequest] = {}
         self.crashes: list[str] = []
         """Names of engines that a poison request or crash() ended, in order."""
         self.restart_turns: int | None = None
@@ -204,8 +204,10 @@ class SimulatedFleet:
 
     # --- requests -----------------------------------------------------------------------------------------------
 
-    def ask(self, *prompt: int, tokens: int = 40, streaming: bool = True, model: str = "", **meta: Any) -> Asked:
-        asked = Asked(self.random.randbytes(16), list(prompt), tokens)
+    def ask(
+        self, *prompt: int, tokens: int = 40, streaming: bool = True, model: str = "", **meta: Any
+    ) -> ClientRequest:
+        asked = ClientRequest(self.random.randbytes(16), list(prompt), tokens)
         self.asked[asked.uid] = asked
         params = pack({"num_tokens_to_generate": tokens, "streaming": streaming})
         if model:
@@ -214,7 +216,7 @@ class SimulatedFleet:
         self.say(self.client, submit)
         return asked
 
-    def abort(self, asked: Asked) -> None:
+    def abort(self, asked: ClientRequest) -> None:
         del self.asked[asked.uid]
         self.say(self.client, Abort(asked.uid))
 
