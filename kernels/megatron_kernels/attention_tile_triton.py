@@ -1,4 +1,4 @@
-"""What paged decode and paged prefill share in Triton: a tile of cached tokens, and one step of the online softmax."""
+"""Shared Triton code of paged decode and prefill: a tile of cached tokens, and one step of the online softmax."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDEN_PRODUCTS = bool(triton.knobs.runtime.interpret)
 
 
 def check_attention(q_RHC: torch.Tensor, cache_PXE: torch.Tensor, num_kv_heads: int) -> None:
-    """Refuse what the kernels address wrongly. R rows of any kind.
+    """Reject arguments that the kernels cannot address. R: rows of any kind.
 
     Raises:
         ValueError: names the argument, what it is and what it must be.

@@ -20,7 +20,7 @@ from megatron_kernels.swiglu import swiglu
 
 
 def bytes_moved(tokens: int, experts: int, *, hidden: int, width: int, element_size: int) -> int:
-    """experts: that are chosen at all."""
+    """experts: number of experts that are chosen by any token."""
     return (experts * 3 * hidden * width + 2 * tokens * hidden) * element_size
 
 

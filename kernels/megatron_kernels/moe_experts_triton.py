@@ -1,8 +1,8 @@
 """The experts of a mixture in Triton: see `moe_experts`. Two grouped products with SwiGLU between them.
 
 A program of a product is a tile of places, which are all of one expert, by a tile of columns of that expert's matrix.
-Which expert, it finds on the device by bisection; there are as many programs as the order has room for tiles, whatever
-the tokens chose, so that the launches can be captured. Nothing is added up by several programs: the first product
+It finds the expert on the device by bisection. The number of programs is the order's capacity in tiles and does not
+depend on the choices, so that the launches can be captured. No two programs add to the same value: the first product
 writes to places, the second to pairs, and a token's pairs are summed in the order of its choices.
 """
 
@@ -20,7 +20,7 @@ from megatron_kernels.tuning import expert_tile
 
 @triton.jit
 def _find_expert(starts, place, num_experts):
-    """The last expert whose part does not begin after `place`: parts of experts that nobody chose are empty."""
+    """Return the last expert whose part does not begin after `place`. Parts of experts without tokens are empty."""
     low, high = 0, num_experts
     while high - low > 1:
         middle = (low + high) // 2
@@ -104,13 +104,13 @@ def moe_experts(
         raise ValueError(f"alignment={alignment}: must be a power of 2 from 16 on, a tile of the product")
     (tokens, top_k), hidden = routing.experts_TJ.shape, x_TD.shape[1]
     places = len(routing.order_R) // alignment * alignment
-    # Pairs of experts that are not here are nobody's to write.
+    # No program writes the pairs of experts that are not here.
     is_whole = len(gate_up_XGD) == len(routing.counts_N)
     pairs_PD = (x_TD.new_empty if is_whole else x_TD.new_zeros)(tokens * top_k, hidden)
     if tokens:
         gate_up_RG = x_TD.new_empty(places, gate_up_XGD.shape[1])
         _product(x_TD, gate_up_XGD, routing, gate_up_RG, first=first, places=alignment, to_pairs=False)
-        # Places that nobody wrote hold anything: what becomes of them is not read.
+        # Unwritten places contain arbitrary values, and their results are not read.
         _product(swiglu(gate_up_RG), down_XDF, routing, pairs_PD, first=first, places=alignment, to_pairs=True)
     return pairs_PD.view(tokens, top_k, hidden).sum(dim=1)
 

@@ -1,9 +1,9 @@
-"""Which experts a token goes to, with what weight, and the order that brings each expert's tokens together.
+"""Expert routing: the experts and weights of each token, and an order that groups the tokens by expert.
 
 Shapes: T tokens, N experts, J chosen experts of a token, R = T J (token, choice) pairs.
 Types:  logits float32, bfloat16, float16; weights float32, computed in float32; indices int32.
 Bound:  memory; bytes = T N s + 16 T J + 8 N: logits read; weights, experts, order and places written. A few launches
-        of little work: their number is what costs at decode.
+        of little work: at decode their number is the cost.
 Source: softmax gating with top-k of Shazeer et al. 2017, arXiv:1701.06538; the order is a stable counting sort.
 """
 
@@ -37,7 +37,7 @@ def bytes_moved(tokens: int, *, num_experts: int, top_k: int, element_size: int)
 
 
 def order_size(tokens: int, *, num_experts: int, top_k: int, alignment: int) -> int:
-    """Room that holds the parts of all experts whatever the tokens choose: known without asking the device."""
+    """Return a capacity for the parts of all experts that is sufficient for any choices."""
     pairs = tokens * top_k
     return pairs + min(num_experts, pairs) * (alignment - 1)
 

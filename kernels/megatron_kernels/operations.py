@@ -1,5 +1,5 @@
-"""The operations as types: what every implementation of one accepts and returns. Their meaning is told where the
-reference of each is, in the file of its name."""
+"""Types of the operations: the arguments and results of every implementation. Their meaning is documented with the
+reference of each, in the file of its name."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def paged_decode(
     lengths_B: cached tokens of each sequence, the new one among them. 0 is a row of padding: its result is zeros and
                its block table is not read.
     scale:     None is C ** -0.5.
-    window:    how many of the last cached tokens are seen, the new one among them; None is all.
+    window:    number of the last cached tokens that are visible, including the new one; None is all.
     fixed_split_tokens: cut every sequence at multiples of this many tokens, so that its result does not depend on the
                batch; None cuts to fill the device. The reference computes each sequence whole either way.
     """

@@ -18,7 +18,7 @@ from megatron_kernels.tuning import MIN_DOT_ROWS, PrefillTuning, next_power_of_2
 @triton.jit
 def _find_sequence(starts, block, num_sequences, BLOCK_QUERIES: tl.constexpr):
     """The last sequence whose first block is not after `block`. Sequence b's first block is starts[b] // size + b: it
-    leaves every sequence before it room for a last block that is not full."""
+    reserves a partial last block for every sequence before it."""
     low, high = 0, num_sequences
     while high - low > 1:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""Matrices as GGUF files hold them: rows of blocks, each a few dozen small integers with their scale.
+"""Quantised matrices of GGUF files: rows of blocks, each with a few dozen small integers and their scale.
 
 N rows, K columns, B bytes of a row.
 """
@@ -75,7 +75,7 @@ class QuantizedTensor:
         return dequantize(self.kind, self.blocks_NB, self.shape)
 
     def is_finite(self) -> bool:
-        """Whether all values are: if a block's scales and offsets are."""
+        """Return whether all values are finite, which depends on the scales and offsets of the blocks only."""
         where = SCALES[self.kind]
         words = self.blocks_NB.reshape(-1, BLOCK_SIZES[self.kind][1]).view(torch.int16)
         # All bits of a float16's exponent are set in what is not finite.

@@ -1,8 +1,8 @@
 """Which implementation of each operation is used: torch, Triton, FlashAttention-3 or FlashInfer.
 
-Each operation has a switch of its own, so that a benchmark or a doubt can single it out. Without one, an operation
-runs in Triton on a CUDA device where triton is installed, and in torch elsewhere; other packages are used only when
-asked for. Implementations are imported when they are chosen.
+Each operation has its own switch, for benchmarks and for debugging. Without a switch, an operation runs in Triton on a
+CUDA device where triton is installed, and in torch elsewhere. Other packages are used only on request. Implementations
+are imported when they are chosen.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class KernelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """The operations, ready to call. `backends`: which implementation each is, for logs and reports."""
+    """The selected operations. `backends`: the implementation of each, for logs and reports."""
 
     add_rms_norm: AddRmsNorm
     swiglu: SwiGlu

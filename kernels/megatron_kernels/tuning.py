@@ -1,5 +1,5 @@
-"""How a kernel is cut into programs, as pure functions of shapes: no measuring at run time, so that a captured graph
-and a replayed request always see the same choice.
+"""Division of kernels into programs, as pure functions of shapes. Nothing is measured at run time, so that a captured
+graph and a replayed request always use the same choice.
 
 The choices follow from the hardware's granularity (32 lanes a warp, 16-byte loads, tensor-core tiles of 16 rows); none
 has been measured yet.
@@ -75,14 +75,14 @@ def decode_tuning(
     num_kv_heads: int,
     head_dim: int,
     max_tokens: int,
-    num_processors: int,
+    num_sms: int,
     fixed_split_tokens: int | None = None,
 ) -> DecodeTuning:
     """Return the cut of a decode step over its cached tokens.
 
-    As many splits as give every processor two programs, of at least 256 tokens each, at most 64. With
-    `fixed_split_tokens` the cut of a sequence depends on nothing but its length, so that its result is the same in any
-    batch.
+    Chooses as many splits as give every streaming multiprocessor (SM) two programs, of at least 256 tokens each, at
+    most 64. With `fixed_split_tokens` the cut of a sequence depends only on its length, so that its result is the same
+    in any batch.
 
     max_tokens: the longest context that the launch must hold (a graph's bound, not the batch's).
 
@@ -96,7 +96,7 @@ def decode_tuning(
         splits, split_tokens = -(-max_tokens // fixed_split_tokens), fixed_split_tokens
     else:
         split_tokens = 256
-        wanted = -(-2 * num_processors // max(1, batch * num_kv_heads))
+        wanted = -(-2 * num_sms // max(1, batch * num_kv_heads))
         splits = max(1, min(wanted, -(-max_tokens // split_tokens), 64))
     return DecodeTuning(block_tokens, splits, split_tokens, num_warps=4, num_stages=3 if head_dim <= 128 else 2)
 

@@ -53,10 +53,10 @@ def manifest(spec: dict[str, Any], name: str = "demo") -> str:
     ],
 )
 def test_an_invalid_resource_is_rejected_with_field_and_remedy(kubectl: Any, text: str, words: list[str]) -> None:
-    refused = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
-    assert refused.returncode != 0
+    rejected = kubectl("apply", "--server-side", "--validate=strict", "-f", "-", stdin=text)
+    assert rejected.returncode != 0
     for word in words:
-        assert word in refused.stderr
+        assert word in rejected.stderr
 
 
 @pytest.mark.parametrize("path", SAMPLES, ids=lambda path: path.stem)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from megatron_kernels.cpu.examination import sum_and_finiteness
+from megatron_kernels.cpu.weight_validation import sum_and_finiteness
 from megatron_kernels.quantized import SCALES, QuantizedTensor
 from megatron_runtime.models.config import ModelConfig
 from megatron_runtime.models.tensors import Checkpoint, Part, TensorKind
