@@ -109,7 +109,7 @@ def test_a_component_that_exits_at_once_is_reported_with_its_log(layout: Layout)
     component = Component("etcd", (str(program), "-c", "echo no such flag >&2; exit 1", f"{layout.state}/x"))
     processes.ensure(component, layout)
     start = time.monotonic()
-    with pytest.raises(ClusterError, match=r"(?s)etcd ended at once.*no such flag"):
+    with pytest.raises(ClusterError, match=r"(?s)etcd exited at once.*no such flag"):
         processes.wait_ready(component, layout, lambda: False, seconds=60)
     assert time.monotonic() - start < 30
 
