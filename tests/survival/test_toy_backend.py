@@ -7,15 +7,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-import toy_backend
 from eventually import LONG_SECONDS, eventually
 from fleet import Fleet, Load, free_ports, until_serving, until_status
-from toy_backend import toy_answer
 
 from megatron_runtime.protocol.headers import Header
 from megatron_runtime.sampling_params import SamplingParams
 from megatron_runtime.tokenization import load_tokenizer
 from megatron_runtime.transport.control_link import ControlLink, ControlRefusedError
+
+from . import toy_backend
+from .toy_backend import toy_answer
 
 ENGINES = ("engine-0", "engine-1")
 TOY = Path(toy_backend.__file__)
